@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import grid_cells
-from llmtrain.bench.attention_shape import AttentionShape
-from llmtrain.bench.kernels.attention import shape_cell
-from llmtrain.bench.kernels.cell import Cell, run_both
+from llmtrain.bench.kernels import cell as cells
+from llmtrain.bench.kernels.cell import Cell
 from llmtrain.bench.kernels.command import add_peers
 from llmtrain.bench.kernels.measure import Ceilings, measure
 from llmtrain.bench.tune.search import commit
 from llmtrain.errors import exit_with
+from llmtrain.kernels import operation as operations
 from llmtrain.kernels import platform
 from llmtrain.kernels.attention import spec
+from llmtrain.kernels.operation import Shape, run_both
 
 COLUMNS = (
     *("operation", "cell", "seq_len", "backend"),
@@ -60,13 +61,16 @@ def makers(drawn: Drawn = None) -> dict[str, Makers]:
     """Functions that build the cells, by operation: a cell is built when it is its turn."""
     shapes = grid_cells.attention() if drawn is None else grid_cells.drawn_attention(*drawn)
     return {
-        "attention": [lambda shape=shape: shape_cell(shape, contenders(shape)) for shape in shapes],
+        "attention": [
+            lambda shape=shape: cells.cell(operations.operation("attention"), shape, backends=contenders(shape))
+            for shape in shapes
+        ],
         "others": list(grid_cells.others()),
         "ssd": [lambda case=case: grid_cells.scan_cell(case, CHUNKS) for case in grid_cells.scans()],
     }
 
 
-def contenders(shape: AttentionShape) -> list[str]:
+def contenders(shape: Shape) -> list[str]:
     """Backends that may be the fastest. In the rows of 2026-11-23 and 24 Flex is behind cuDNN wherever both can serve, by a third,
     and behind FlashAttention-2 at a head_dim above 128, by as much; varlen is sdpa:flash where there are neither documents nor
     a window."""

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.attention_shape import AttentionShape
-from llmtrain.bench.kernels import mamba_parts, norm, rotary, scan
-from llmtrain.bench.kernels.cell import Cell
-from llmtrain.bench.tune.ssd import Case
+from llmtrain.bench.kernels.cell import Cell, cell
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.norm.spec import NormSpec
+from llmtrain.kernels.operation import Shape, operation
+from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 TOKENS = 16384
@@ -78,7 +80,7 @@ SCANS: dict[str, tuple[int, int, int, int]] = {
 }
 
 
-def attention() -> list[AttentionShape]:
+def attention() -> list[Shape]:
     """Every shape once."""
     found = [*_shipped(), *(_shape(*one) for model in PUBLISHED.values() for one in model)]
     for features in FEATURES:
@@ -97,7 +99,7 @@ def attention() -> list[AttentionShape]:
     return list(dict.fromkeys(found))
 
 
-def drawn_attention(count: int, seed: int) -> list[AttentionShape]:
+def drawn_attention(count: int, seed: int) -> list[Shape]:
     """Shapes that no list names, most of lengths that are whole tiles."""
     draw, found = random.Random(seed), []
     while len(found) < count:
@@ -113,7 +115,7 @@ def drawn_attention(count: int, seed: int) -> list[AttentionShape]:
     return found
 
 
-def scans() -> list[Case]:
+def scans() -> list[Shape]:
     """Every scan once: those of models at 4,096 tokens, then sizes in turn, then lengths, also such as no chunk divides."""
     found = [_scan(*model, 4096) for model in SCANS.values()]
     found += [_scan(spec.n_heads, spec.head_dim, spec.d_state, spec.n_groups, 4096) for spec in _shipped_scans()]
@@ -129,39 +131,42 @@ def scans() -> list[Case]:
 def others() -> Iterator[Callable[[], Cell]]:
     """Norms, rotary positions, convolution and gated norm at 768 to 8,192 channels."""
     for dim in (768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
-        yield lambda dim=dim: norm.cell(dim, "rmsnorm", False, TOKENS)
-        yield lambda dim=dim: norm.cell(dim, "layernorm", True, TOKENS)
+        for spec in (NormSpec(dim), NormSpec(dim, "layernorm", True)):
+            yield _made("norm", spec)
     for head_dim in (64, 96, 128, 256):
         for width in (768, 2048, 4096, 8192):
-            yield lambda h=head_dim, w=width: rotary.cell(h, 4096, w // h, TOKENS)
+            yield _made("rotary", RotarySpec(head_dim), ("heads", width // head_dim))
     for width in (768, 1536, 2048, 3072, 4096, 5120, 8192):
-        sizes = mamba_parts.Sizes(width // 64, 64, 128)
-        yield lambda sizes=sizes: mamba_parts.conv_cell(sizes, 4096)
-        yield lambda sizes=sizes: mamba_parts.norm_cell(sizes, 4096)
+        yield _made("conv1d", Conv1dSpec(width + 2 * 128, 4))
+        yield _made("gated_norm", GatedNormSpec(width, 1, 1e-5))
 
 
-def scan_cell(case: Case, chunks: tuple[int, ...]) -> Cell:
+def _made(name: str, spec: Any, *options: tuple[str, Any]) -> Callable[[], Cell]:
+    return lambda: cell(operation(name), Shape(spec, TOKENS // 4096, 4096, None, options))
+
+
+def scan_cell(shape: Shape, chunks: tuple[int, ...]) -> Cell:
     """chunks: of mamba_ssm's kernels. Named by its groups too, and without bars."""
-    found = scan.cell(case, (), chunks)
-    return replace(found, name=f"{found.name}, {case.groups} groups")
+    found = cell(operation("ssd"), shape, chunks)
+    return replace(found, name=f"{found.name}, {shape.spec.n_groups} groups")
 
 
-def _shape(heads: int, kv_heads: int, head_dim: int, seq_len: int, features: dict[str, Any]) -> AttentionShape:
+def _shape(heads: int, kv_heads: int, head_dim: int, seq_len: int, features: dict[str, Any]) -> Shape:
     spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, **features)
-    return AttentionShape(spec, seq_len, max(1, TOKENS // seq_len))
+    return Shape(spec, max(1, TOKENS // seq_len), seq_len)
 
 
-def _scan(heads: int, head_dim: int, d_state: int, groups: int, seq_len: int) -> Case:
-    return Case(heads, head_dim, d_state, groups, seq_len)
+def _scan(heads: int, head_dim: int, d_state: int, groups: int, seq_len: int) -> Shape:
+    return operation("ssd").sized(heads=heads, head_dim=head_dim, d_state=d_state, groups=groups, seq_len=seq_len)
 
 
-def _shipped() -> Iterator[AttentionShape]:
+def _shipped() -> Iterator[Shape]:
     for spec, seq_len in _specs(AttentionSpec):
         # The factor of the scores changes no kernel.
         spec = replace(spec, scale=spec.head_dim**-0.5)
         if spec.sliding_window is not None and spec.sliding_window >= seq_len:
             spec = replace(spec, sliding_window=None)
-        yield AttentionShape(spec, seq_len, max(1, TOKENS // seq_len))
+        yield Shape(spec, max(1, TOKENS // seq_len), seq_len)
 
 
 def _shipped_scans() -> Iterator[SSDSpec]:

@@ -33,7 +33,7 @@ TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.t
 """Modules of a rank of `llmtrain train`."""
 COMPILING = 100
 """Seconds for compiling all shapes beside each other (86 on four H200s with 64 cores)."""
-STEPS = "torch,llmtrain.models.causal_lm,llmtrain.train.parallel,llmtrain.train.optim,llmtrain.train.composer_model"
+STEPS = "torch,llmtrain.models.causal_lm,llmtrain.train.parallel,llmtrain.train.optim,llmtrain.train.batches"
 
 
 @dataclass(frozen=True)

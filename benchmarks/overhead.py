@@ -84,6 +84,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     from llmtrain.distributed.world import World
     from llmtrain.models.causal_lm import CausalLM
     from llmtrain.models.hybrid import HybridLM
+    from llmtrain.objectives.base import build_objective, compute_loss
     from llmtrain.schema.schedule import resolve
     from llmtrain.train.graphs.cuda_graphs import graphed_loss
     from llmtrain.train.optim import build_optimizer
@@ -102,7 +103,8 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     causal_lm = CausalLM(model, config.train.loss)
-    loss_of = graphed_loss(config, causal_lm, World(0, 1, 0, 1)) or causal_lm.loss
+    objective = build_objective(config.train.loss)
+    graphs = graphed_loss(config, causal_lm, objective, World(0, 1, 0, 1))
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())
     gradients = [torch.zeros_like(master) for master in masters]
@@ -122,7 +124,8 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
             torch._foreach_zero_(gradients)
         total = torch.zeros((), device=device)
         for at in range(0, per_step, size):
-            loss = loss_of(ids[at : at + size], labels[at : at + size]).loss
+            batch = {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
+            loss = (graphs(batch) if graphs else compute_loss(causal_lm, objective, batch)).loss
             (loss * size / per_step).backward()
             total += loss.detach() * size / per_step
             del loss  # with its autograd graph, before the next

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.arguments import parse
@@ -75,7 +74,7 @@ class Steps:
 
         from llmtrain.plan.automatic import resolve_auto
         from llmtrain.plan.describe import parameter_sizes
-        from llmtrain.train.callbacks.gradient_sync import GradientSync
+        from llmtrain.train.step import GradientSync
 
         world = world_from_environment()
         memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
@@ -91,14 +90,9 @@ class Steps:
 
     def step(self, kind: str) -> float:
         """The loss of the first microbatch."""
-        state: Any = SimpleNamespace(
-            batch={"sample_ids": range(self.count)}, device_train_microbatch_size=1
-        )  # one sample is a microbatch here
-        logger: Any = None
-        self.sync.batch_start(state, logger)
         losses = []
-        for part in self.parts:
-            self.sync.before_forward(state, logger)
+        for number, part in enumerate(self.parts, 1):
+            self.sync.mark(number == len(self.parts))
             if kind == KINDS[1]:
                 self.made.causal_lm.set_is_last_backward(True)  # type: ignore[operator]
             loss = self.made.loss(part).loss

@@ -79,7 +79,7 @@ class Training:
         """This rank's part of [batch, T] tokens and labels, on its device."""
         import torch
 
-        from llmtrain.train.composer_model import own_part
+        from llmtrain.train.batches import own_part
 
         batch = {"input_ids": ids, "labels": labels, "text_bytes": torch.zeros(len(ids))}
         return {name: t.to(self.device) for name, t in own_part(batch, self.segments, self.model.ranks).items()}

@@ -57,6 +57,11 @@ class Checkpoint(ABC):
     def _read(self) -> Manifest | CheckpointError:
         """The manifest, or the reason why there is none that can be used."""
 
+    @property
+    @abstractmethod
+    def own(self) -> bool:
+        """True if nothing but a checkpoint's files is there: it may be deleted without being asked for."""
+
     @abstractmethod
     def read_index(self) -> Index:
         """Read its index. Raises CheckpointError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from llmtrain.checkpoint.base import Progress
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
 from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
-from llmtrain.checkpoint.local import DOWNLOADING, folder_name
+from llmtrain.checkpoint.local import DOWNLOADING, folder_name, is_own
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
 from llmtrain.config.output_folder import write_synced
 
@@ -24,8 +25,8 @@ _DAMAGED = ".damaged"
 def download(store: ObjectStore, prefix: str, manifest: Manifest, root: Path, progress: Progress) -> Path:
     """Copy the checkpoint whose objects' names begin with `prefix` to `root`/step-N, which appears whole and verified.
 
-    A damaged folder of this name is renamed to step-N.damaged. A file whose hash is wrong is downloaded a second time; if it
-    is wrong again, it is wrong in the store. progress: a file that an earlier attempt downloaded counts at once.
+    A damaged folder of this name is renamed to step-N.damaged (or -2, …). A file whose hash is wrong is downloaded a second
+    time; if it is wrong again, it is wrong in the store. progress: a file that an earlier attempt downloaded counts at once.
     Returns the folder. Raises StoreError if the store or this disk fails, CheckpointError with the file
     that is damaged there.
     """
@@ -33,6 +34,8 @@ def download(store: ObjectStore, prefix: str, manifest: Manifest, root: Path, pr
     final = root / folder_name(manifest.step)
     aside = root / (final.name + DOWNLOADING)
     try:
+        if os.path.lexists(aside) and not is_own(aside):
+            aside.rename(_free_name(aside.with_suffix(".file")))
         aside.mkdir(parents=True, exist_ok=True)
         _require_space(aside, manifest.nbytes)
         _fetch_all(store, prefix, manifest.files, aside, progress)
@@ -45,9 +48,7 @@ def download(store: ObjectStore, prefix: str, manifest: Manifest, root: Path, pr
         write_synced(aside / manifests.NAME, text)
         manifests.sync_folder(aside)
         if final.exists():
-            damaged = final.with_suffix(_DAMAGED)
-            shutil.rmtree(damaged, ignore_errors=True)
-            final.rename(damaged)
+            final.rename(_free_name(final.with_suffix(_DAMAGED)))
         aside.rename(final)
         manifests.sync_folder(root)
     except FileNotFoundError as error:
@@ -105,6 +106,11 @@ def _receive(
         hasher.update(chunk)
         advance(len(chunk))
     return hasher.hexdigest()
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
 
 
 def _url(store: ObjectStore, prefix: str) -> str:

@@ -27,6 +27,7 @@ DOWNLOADING = ".downloading"
 """Suffix of a folder that is being downloaded; a later attempt takes over the files that are whole."""
 _FOLDER = re.compile(rf"(step-\d{{8}})(?:{re.escape(REPLACED)})?")
 _IN_PROGRESS = re.compile(rf"step-\d{{8}}({'|'.join(map(re.escape, (PARTIAL, DELETED, DOWNLOADING)))})")
+_LEFT = re.compile(rf"step-\d{{8}}({'|'.join(map(re.escape, (REPLACED, DELETED, PARTIAL)))})+")
 
 
 class LocalCheckpoint(Checkpoint):
@@ -65,6 +66,10 @@ class LocalCheckpoint(Checkpoint):
     @property
     def in_progress(self) -> bool:
         return _IN_PROGRESS.fullmatch(self.name) is not None
+
+    @property
+    def own(self) -> bool:
+        return is_own(self.folder)
 
     def read_index(self) -> Index:
         return indexes.read(self.folder, self.require())
@@ -109,13 +114,13 @@ def folders(root: Path) -> list[Path]:
 
 
 def misplaced(root: Path) -> list[Path]:
-    """Entries that are named like a checkpoint's folder, finished or not, and are none."""
+    """Entries that are named like a checkpoint's folder, finished or not, and are no such folder."""
     named = (
         path
         for path in sorted(root.glob("step-*"))
         if _FOLDER.fullmatch(path.name) or _IN_PROGRESS.fullmatch(path.name)
     )
-    return [path for path in named if not path.is_dir()]
+    return [path for path in named if not path.is_dir() or (_IN_PROGRESS.fullmatch(path.name) and not is_own(path))]
 
 
 def list_local(path: Path) -> list[LocalCheckpoint]:
@@ -127,12 +132,21 @@ def list_local(path: Path) -> list[LocalCheckpoint]:
     return sorted(map(LocalCheckpoint, [*folders(root), *unfinished]), key=lambda found: (found.step, found.name))
 
 
+def is_own(folder: Path) -> bool:
+    """True for a folder that holds a checkpoint's files and nothing else, or a manifest."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return manifests.NAME in names or all(map(manifests.OWN_FILE.fullmatch, names))
+
+
 def clear(folder: Path, make: bool = False) -> None:
-    """Delete a folder that is no checkpoint (any more), or a file of its name, if it exists. make: make it anew."""
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.exists():
+    """Delete a folder that is no checkpoint (any more), if it exists; what is not ours and has its name is renamed instead.
+    make: make it anew."""
+    if is_own(folder):
         shutil.rmtree(folder)
+    elif os.path.lexists(folder):
+        _move_foreign(folder)
     if make:
         folder.mkdir(parents=True)
 
@@ -143,21 +157,26 @@ def replace(partial: Path, final: Path) -> None:
     After a kill in between, the renamed one still counts (see `folders`), and `recover` gives it its name back.
     """
     aside = final.with_name(final.name + REPLACED)
-    if os.path.lexists(final) and not final.is_dir():  # put there while the run trained: not ours to delete
-        final.rename(final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}"))
+    if os.path.lexists(final) and not is_own(final):  # put there while the run trained: not ours to delete
+        _move_foreign(final)
     if final.exists():  # the same step saved again, for instance after a resume with other settings
         clear(aside)
         final.rename(aside)
     partial.rename(final)
     sync_folder(final.parent)
-    delete(aside)
+    if is_own(aside):
+        delete(aside)
 
 
 def delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first: a kill cannot leave half of one under its name."""
     doomed = folder.with_name(folder.name + DELETED)
     clear(doomed)
-    if folder.exists():
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        if not is_own(folder):
+            raise OSError(f"it holds what is no checkpoint's: {', '.join(sorted(os.listdir(folder))[:5])}")
         folder.rename(doomed)
         clear(doomed)
 
@@ -168,8 +187,12 @@ def recover(root: Path) -> None:
     A checkpoint that was being replaced gets its name back; half-written and half-deleted folders are deleted.
     """
     for folder in folders(root):
-        if folder.name.endswith(REPLACED):
+        if folder.name.endswith(REPLACED) and is_own(folder):
             folder.rename(folder.with_name(folder.name.removesuffix(REPLACED)))
-    for suffix in (REPLACED, DELETED, PARTIAL):
-        for folder in root.glob(f"step-*{suffix}"):
-            clear(folder)
+    for folder in root.glob("step-*"):
+        if _LEFT.fullmatch(folder.name) and is_own(folder):
+            shutil.rmtree(folder)
+
+
+def _move_foreign(path: Path) -> None:
+    path.rename(path.with_name(f"{path.name}.file-{uuid.uuid4().hex[:8]}"))

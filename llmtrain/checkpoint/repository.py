@@ -121,5 +121,5 @@ class Repository:
         retained = retention.retained(whole) | awaited
         end = whole[-retention.last :][0] if isinstance(self._place, Path) else whole[-1]
         for checkpoint in found:
-            if checkpoint.step < end and checkpoint.step not in retained:
+            if checkpoint.step < end and checkpoint.step not in retained and checkpoint.own:
                 checkpoint.delete()

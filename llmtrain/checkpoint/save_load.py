@@ -290,7 +290,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def beneath_of(model: nn.Module, base: Base | None, held: Container[str]) -> Beneath | None:
-    """Parameters that a run's checkpoints may leave out; None where they hold all. held: names in the state that `base` does not have."""
+    """Parameters that a run's checkpoints may leave out; None where they hold all. held: names that `base` does not have."""
     frozen = [info.name for info in parameter_info(model).values() if not info.trainable]
     names = frozenset(name for name in frozen if f"model.{name}" not in held)
     return Beneath(base, names) if base is not None and names else None

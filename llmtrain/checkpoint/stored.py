@@ -83,6 +83,10 @@ class StoredCheckpoint(Checkpoint):
     def in_progress(self) -> bool:
         return self.partial
 
+    @property
+    def own(self) -> bool:
+        return manifests.NAME in self.sizes or all(map(manifests.OWN_FILE.fullmatch, self.sizes))
+
     def read_index(self) -> Index:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / indexes.NAME).write_bytes(self.store.read(self.prefix + indexes.NAME))

@@ -60,15 +60,26 @@ def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress
         digest = xxhash.xxh3_128_hexdigest(text)
         if missing := manifest.files.keys() - files.keys():
             raise CheckpointError(f"{folder} is incomplete: {min(missing)} is missing")
+        earlier: set[str] = set()
         if not store.holds(prefix + manifests.NAME, len(text), digest):
+            earlier = _listed(store, prefix)
             store.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
             send(store, prefix, files, manifest.files, sent)
             store.put(prefix + manifests.NAME, own, len(text), digest, sent)
         for name in store.sizes(prefix):  # files that only an earlier save of this step had
-            if name.removeprefix(prefix) not in {manifests.NAME, *manifest.files}:
+            file = name.removeprefix(prefix)
+            own_file = file in earlier or manifests.OWN_FILE.fullmatch(file)
+            if own_file and file not in {manifests.NAME, *manifest.files}:
                 store.delete(name)
         store.abandon(prefix)
     return Uploaded(f"{store.url}/{prefix[:-1]}", manifest.nbytes, total, time.monotonic() - began)
+
+
+def _listed(store: ObjectStore, prefix: str) -> set[str]:
+    """Files of the checkpoint that the store has of this step; none where it has none, or a damaged one."""
+    with contextlib.suppress(FileNotFoundError, CheckpointError):
+        return set(manifests.parse(prefix, store.read(prefix + manifests.NAME)).files)
+    return set()
 
 
 def send(

@@ -71,7 +71,7 @@ def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
         yield Problem(
             "run_dir",
             config.run_dir,
-            f"{checkpoints} has a file where a checkpoint's folder belongs: {names}; move it away",
+            f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away",
         )
 
 

@@ -35,7 +35,7 @@ def prepare(
     Raises PrepareError (missing sources, bad records, a folder made with other settings, partitions that are missing),
     OutputError (no disk space) and TokenizerError.
     """
-    out = Path(config.out).expanduser().absolute()
+    out = _place(config)
     maker = FolderMaker(config, out, address)
     with lock_folder(out):
         inputs = maker.describe()
@@ -61,13 +61,19 @@ def prepare_part(
     """
     if config.max_bytes is not None:
         raise PrepareError("max_bytes takes the partitions one after the other, so it cannot be made in parts")
-    out = Path(config.out).expanduser().absolute()
+    out = _place(config)
     maker = FolderMaker(config, out, address)
     with lock_folder(out.with_name(f"{out.name}.part-{part.index}-of-{part.count}")), _write_errors(address or out):
         inputs = maker.describe()
         if maker.find_reusable(inputs, overwrite) is not None:
             return PartState.MERGED
         return maker.run_part(inputs, progress, part)
+
+
+def _place(config: PrepareConfig) -> Path:
+    """The folder to write: of a link, what it leads to, so that the link stays."""
+    out = Path(config.out).expanduser().absolute()
+    return out.resolve() if out.is_symlink() else out
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.config.base import Problem
-from llmtrain.config.output_folder import partial_folder, unwritable_reason
+from llmtrain.config.output_folder import unwritable_reason, working_folder
 from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
 from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
 from llmtrain.data.sources.token_kinds import token_kind
@@ -141,7 +141,7 @@ def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
 
 def refuse_own_folder(out: Path, files: list[SourceFile]) -> None:
     """Raise PrepareError for a folder to be made that lies inside a source."""
-    mine = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (out, partial_folder(out)))
+    mine = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (out, working_folder(out)))
     for file in files:
         if file.path.startswith("/") and os.path.realpath(file.path).startswith(mine):
             raise PrepareError(

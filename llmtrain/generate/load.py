@@ -70,12 +70,12 @@ def load_model(
 
 
 def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:
-    """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not know."""
+    """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
     return _decoded(ModelConfig, "model", folder, manifest)
 
 
 def checkpoint_adaptations(folder: Path, manifest: Manifest) -> AdaptConfig | None:
-    """The `adapt` section of a checkpoint. Raises CheckpointError for settings that this version does not know."""
+    """The `adapt` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
     return _decoded(AdaptConfig, "adapt", folder, manifest) if manifest.config.get("adapt") else None
 
 

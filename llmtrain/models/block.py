@@ -10,7 +10,8 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops, Work
-from llmtrain.models.layers import MLP, Norm, multiplied
+from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.layers import Norm, multiplied
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.shared_attention import SharedInput
 from llmtrain.models.sections.block import BlockSection
@@ -48,7 +49,9 @@ class Block(nn.Module):
         both = norm.place == "both"
         self.post_norm = Norm(config.d_model, norm, platform, dtype) if both else None
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp else None
-        self.mlp = MLP(config.d_model, block.mlp, platform) if block.mlp else None
+        self.mlp: FeedForward | None = None
+        if block.mlp is not None:
+            self.mlp = block.mlp.load_implementation()(block.mlp, config.d_model, platform, dtype)
         self.mlp_post_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp and both else None
 
     def split(self, ranks: TensorRanks) -> None:
@@ -73,12 +76,12 @@ class Block(nn.Module):
             return x + mixed
         if self.norm_first and not self.parallel:
             x, u = self.mlp_norm.add_and_norm(x, mixed)  # the sum and its norm in one kernel
-            return x + self._branch(self.mlp(u), self.mlp_post_norm)
+            return x + self._branch(self.mlp(u, context), self.mlp_post_norm)
         total = x + mixed
         u = x if self.parallel else total
         if self.norm_first:
-            return total + self._branch(self.mlp(self.mlp_norm(u)), self.mlp_post_norm)
-        return total + self._branch(self.mlp(u), self.mlp_norm)
+            return total + self._branch(self.mlp(self.mlp_norm(u), context), self.mlp_post_norm)
+        return total + self._branch(self.mlp(u, context), self.mlp_norm)
 
     def _branch(self, out: Tensor, norm: Norm | None) -> Tensor:
         """The output of the mixer or the MLP as it joins the residual stream. norm: of that output, if there is one."""
@@ -98,6 +101,6 @@ class Block(nn.Module):
         return total if self.mlp is None else total + self.mlp.flops(seq_len)
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        """The part of the forward pass that the mixers' saved operators spare the recomputation."""
-        total = self.mixer.saved_flops(seq_len, causal)
-        return total if self.shared_mixer is None else total + self.shared_mixer.saved_flops(seq_len, causal)
+        """The part of the forward pass that the parts' saved operators spare the recomputation."""
+        parts = [part for part in (self.mixer, self.shared_mixer, self.mlp) if part is not None]
+        return sum((part.saved_flops(seq_len, causal) for part in parts), Work())

@@ -58,14 +58,19 @@ class CausalLM(nn.Module):
         segments: input_ids and labels are this rank's part of sequences that ranks share, document_ids of whole ones; every
         rank of the group calls this, and gets the loss averaged over its own labels.
         """
-        seq_len = input_ids.shape[1] * (segments.size if segments else 1)
-        return self.loss_in(self.hybrid.context(seq_len, input_ids.device, document_ids, segments), input_ids, labels)
+        context = self.context(input_ids, document_ids, segments)
+        return self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
 
-    def loss_in(self, context: Context, input_ids: Tensor, labels: Tensor) -> LossOutput:
-        """The same in a context that the caller has made."""
-        return self(
-            input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels, self.hybrid.ranks)
-        )
+    def context(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, segments: ContextParallelRanks | None = None
+    ) -> Context:
+        """HybridLM.context of a batch. segments: as for `loss`."""
+        seq_len = input_ids.shape[1] * (segments.size if segments else 1)
+        return self.hybrid.context(seq_len, input_ids.device, document_ids, segments)
+
+    def cross_entropy(self, hidden: Tensor, head: Tensor, labels: Tensor) -> LossOutput:
+        """The loss of what `forward` gives `output`, averaged over labels [batch, T]."""
+        return self.loss_function(hidden, head, labels, self.hybrid.ranks)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         return Cache(self.hybrid, batch, capacity)

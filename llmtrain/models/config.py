@@ -19,7 +19,8 @@ from llmtrain.config.base import (
 )
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
-from llmtrain.models.sections.block import BlockSection, Divided
+from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.feed_forward import Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
@@ -120,7 +121,8 @@ class ModelConfig(Section):
         """Heads, groups and channels that tensor-parallel ranks divide (train.parallel.tensor), of blocks that can be divided."""
         yield Divided("vocab_size", self.vocab_size)
         for name, block in self.blocks.items():
-            for one in block.divided_by_layer(self.d_model) or ():
+            divided = block.divided_by_layer(self.d_model)
+            for one in () if isinstance(divided, str) else divided:
                 yield one._replace(name=f"block {name}: {one.name}")
 
     def layer_list(self) -> list[Layer]:

@@ -198,7 +198,7 @@ class HybridLM(nn.Module):
         return total if reached else replace(total, grad_input=Work())
 
     def recomputed(self, seq_len: int, causal: bool = False) -> tuple[Work, Work, Work]:
-        """Work of a sequence that recomputation of layers may do again: the forward pass of all layers that have a backward pass; the part
+        """FLOPs that recomputation may cost a sequence: the forward pass of all layers that have a backward pass; the part
         of it that the mixers' saved operators spare selective checkpointing; and the part of MLPs, those of shared blocks too."""
         forward = saved = mlps = Work()
         for block in self._with_backward():

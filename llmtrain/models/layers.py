@@ -1,4 +1,4 @@
-"""The small parts of blocks: linear, norm, MLP, low-rank adapter, rotary positions.
+"""The small parts of blocks: linear, norm, low-rank adapter, rotary positions.
 
 Constructors allocate and never initialise, so a model builds on the meta device; `init_rules` gives the
 parameters' initial distributions. Norms compute in fp32 whatever their input's dtype, and return that dtype.
@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
-from llmtrain.kernels.glu.reference import Activation, gelu_tanh
 from llmtrain.kernels.norm.reference import ReferenceNorm
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
@@ -28,7 +25,6 @@ from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.sections.layers import (
     LinearScaling,
     Llama3Scaling,
-    MLPConfig,
     NormConfig,
     RotaryPosition,
     YarnScaling,
@@ -280,89 +276,9 @@ class LowRank(nn.Module):
         return self.down.flops(seq_len) + self.up.flops(seq_len)
 
 
-class MLP(nn.Module):
-    """w_out(act(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
-
-    See MLPConfig.type, and Shazeer, arXiv:2002.05202. platform: where it will run; None: in plain PyTorch.
-    """
-
-    def __init__(self, d_model: int, config: MLPConfig, platform: Platform | None = None, residual: bool = True):
-        super().__init__()
-        self.gated, self.activation = config.gated, _ACTIVATIONS[config.type]
-        self.glu = gated_unit(config.type, platform)
-        self.activation_multiplier, self.out_multiplier = config.activation_multiplier, config.out_multiplier
-        self.ranks: TensorRanks | None = None
-        self.tokens_at_once: int | None = None
-        self.parts = [config.d_ff] * (2 if config.gated else 1)  # gate and up
-        self.d_in = sum(self.parts)
-        self.w_in = Linear(d_model, self.d_in, config.bias, parts=self.parts)
-        self.w_out = Linear(config.d_ff, d_model, config.bias, residual=residual)
-
-    def split(self, ranks: TensorRanks) -> None:
-        """Compute with this rank's channels."""
-        self.ranks = ranks
-        self.w_in.split_output(ranks, [Part(width) for width in self.parts])
-        self.w_out.split_input(ranks, Part(self.parts[0]))
-
-    def forward(self, x: Tensor, adapter: LowRank | None = None) -> Tensor:
-        """adapter: adds to w_in's output, [..., d_in].
-
-        With tokens_at_once, parts of x that are computed again in the backward pass.
-        """
-        at_once = self.tokens_at_once
-        if at_once is None or x.shape[1] <= at_once or not torch.is_grad_enabled():
-            return self._compute(x, adapter)
-        again = partial(checkpoint, self._compute, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([cast("Tensor", again(part, adapter)) for part in x.split(at_once, dim=1)], dim=1)
-
-    def _compute(self, x: Tensor, adapter: LowRank | None) -> Tensor:
-        x = x if self.ranks is None else self.ranks.enter(x)
-        h = self.w_in(x)
-        if adapter is not None:
-            h = h + adapter(x)
-        return multiplied(self.w_out(self._activate(h)), self.out_multiplier)
-
-    def _activate(self, h: Tensor) -> Tensor:
-        """[..., d_in] -> [..., d_ff]."""
-        if self.glu is not None and self.activation_multiplier == 1 and torch.is_grad_enabled():
-            return self.glu(h)
-        gate, up = h.chunk(2, dim=-1) if self.gated else (h, None)
-        h = self.activation(multiplied(gate, self.activation_multiplier))
-        return h if up is None else h * up
-
-    def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
-
-
 def multiplied(x: Tensor, factor: float) -> Tensor:
     """x * factor, without an operation for the usual factor of 1."""
     return x if factor == 1 else x * factor
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu2": _relu2,
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": gelu_tanh,
-}
-"""By MLPConfig.type."""
-_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-
-
-def gated_unit(kind: str, platform: Platform | None) -> Callable[[Tensor], Tensor] | None:
-    """act(gate) * up with our kernel for its gradient, by MLPConfig.type; None where there is none: without gates, and where the
-    kernel was not tried."""
-    if kind not in _GATED or platform is None or platform.vendor != "nvidia":
-        return None
-    from llmtrain.kernels.glu.triton import glu  # needs Triton
-
-    return partial(glu, activation=_GATED[kind])
 
 
 def rotary_tables(positions: Tensor, head_dim: int, rotary: RotaryPosition) -> tuple[Tensor, Tensor]:

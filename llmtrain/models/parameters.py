@@ -1,4 +1,4 @@
-"""Facts about every parameter of a model: whether it is trained, decayed, kept in fp32, and a matrix."""
+"""Properties of every parameter of a model: whether it is trained, decayed, kept in fp32, and a matrix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from llmtrain.models.init import clean_name
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.layers import Linear
-from llmtrain.models.mixers.base import mixers_of
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class ParameterInfo:
 
     name: as checkpoints have it. trainable: it has a gradient, and state of an optimizer; a converter (adapt/base.py) freezes
     others by requires_grad. decay: weight decay applies unless optimizer.groups says otherwise: to matrices and convolution
-    kernels; not to norms, biases and what mixers exempt. fp32: it stays so where all others are bf16. matrix_rows: rows of the
-    linear maps that stand in it one above another, of q, k and v, say, which an optimizer of matrices takes one by one; empty
-    where it is no such map, as are tables of tokens (the head's too).
+    kernels; not to norms, biases and what a layer's part exempts. fp32: it stays so where all others are bf16. matrix_rows: rows of
+    the linear maps that stand in it one above another, of q, k and v, say, which an optimizer of matrices takes one by one;
+    empty where it is no such map, as are tables of tokens (the head's too).
     """
 
     name: str
@@ -36,7 +36,7 @@ Parameters = Mapping[nn.Parameter, ParameterInfo]
 def parameter_info(model: nn.Module, decay_embeddings: bool = True) -> Parameters:
     """Every parameter of a model in its order, shared ones once, on any device and sharded in any way."""
     fp32, exempt = (
-        {mixer.get_parameter(name) for _, mixer in mixers_of(model) for name in getattr(mixer, declared)}
+        {part.get_parameter(name) for _, part in parts_of(model) for name in getattr(part, declared)}
         for declared in ("fp32_parameters", "no_decay_parameters")
     )
     rows = {module.weight: module.parts for module in model.modules() if isinstance(module, Linear)}

@@ -32,7 +32,7 @@ class ContextParallelRanks:
 
     @property
     def count(self) -> int:
-        """ContextParallelRanks of a sequence."""
+        """Segments of a sequence."""
         return 2 * self.size
 
     @property

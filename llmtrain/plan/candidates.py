@@ -134,7 +134,7 @@ def _auto_recomputations(config: Config) -> list[Override]:
 
 
 def _auto_shardings(config: Config, world_size: int, local_size: int, microbatch: int) -> list[Override]:
-    """From fast to slow."""
+    """Values of sharding, from fast to slow."""
     given = config.train.sharding
     found: list[Sharding] = []
     if given.strategy != "auto":

@@ -22,7 +22,7 @@ def print_description(description: Description, config: Config, console: Console
     d, model = description, config.model
     console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
     for name, block in model.blocks.items():
-        console.print(f"  {name} = {block.describe(model.d_model)}{block.describe_wiring(model.norm)}")
+        console.print(f"  {name} = {block.describe(model.d_model)}{block.describe_wiring(model.d_model, model.norm)}")
     width = f"d_model {model.d_model}, vocabulary {model.vocab_size}, "
     multipliers = {"embedding": model.embedding_multiplier, "logits": model.logit_multiplier}
     width += "".join(f"{name} x {value:g}, " for name, value in multipliers.items() if value != 1)

@@ -76,6 +76,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.model.dropout)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
+        yield from self._chunk_problems()
         yield from self._profile_problems()
         yield from schedule_problems(self)
 
@@ -112,6 +113,15 @@ class Config(Section):
             if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
                 yield Problem(key, context, f"block {name}: {reason}")
 
+    def _chunk_problems(self) -> Iterator[Problem]:
+        """Feed-forward layers that cannot read a part of the tokens at a time."""
+        key, tokens = "train.activation_checkpointing.mlp_tokens", self.train.activation_checkpointing.mlp_tokens
+        for name, block in self.model.blocks.items():
+            if tokens is not None and block.mlp is not None and not block.mlp.chunkable:
+                yield Problem(
+                    key, tokens, f"block {name}: an mlp of type {block.mlp.type} reads whole sequences; use null"
+                )
+
     def _float8_problems(self) -> Iterator[Problem]:
         """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""
         if self.train.float8 is None or self.train.microbatch_size == "auto":
@@ -142,9 +152,8 @@ class Config(Section):
         if tensor == 1 or any(next(block.width_problems(model.d_model), None) for block in model.blocks.values()):
             return
         for name, block in model.blocks.items():
-            if block.divided(model.d_model) is None:
-                text = f"block {name}: its type, {getattr(block, 'type')}, cannot be divided between ranks; use 1"  # noqa: B009
-                yield Problem(key, tensor, text)
+            if isinstance(reason := block.divided_by_layer(model.d_model), str):
+                yield Problem(key, tensor, f"block {name}: {reason}; use 1")
         divided = list(model.divided())
         if misfits := [f"{one.name} = {one.count}" for one in divided if not one.fits(tensor)]:
             fitting = [str(n) for n in range(1, 65) if all(one.fits(n) for one in divided)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.objectives.base import Objective, compute_loss
 from llmtrain.plan.candidates import MEASURED, microbatches
 from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import estimate_memory
@@ -113,6 +114,7 @@ def choose_microbatch(
     config: Config,
     resolved: Config,
     model: CausalLM,
+    objective: Objective,
     segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
@@ -149,7 +151,7 @@ def choose_microbatch(
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:
-        return _attempt(of_size(resolved, size), model, segments, world, device, gauge, agreement)
+        return _attempt(of_size(resolved, size), model, objective, segments, world, device, gauge, agreement)
 
     trials = search(sizes, start, attempt, fixed, limit)
     agreement.close()
@@ -201,9 +203,7 @@ def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None
     known = known if isinstance(known, dict) else {}
     known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(known, indent=1).encode())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -222,6 +222,7 @@ def of_size(config: Config, microbatch_size: int) -> Config:
 def _attempt(
     config: Config,
     model: CausalLM,
+    objective: Objective,
     segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
@@ -236,17 +237,17 @@ def _attempt(
     size, once = config.train.least_microbatch, config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
     tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
-    documents = None
+    batch = {"input_ids": tokens} | dict.fromkeys(objective.columns, tokens)
     if config.data.mask_documents:
         whole = local * (segments.size if segments else 1)
-        documents = torch.zeros(size, whole, dtype=torch.int64, device=device)
+        batch["document_ids"] = torch.zeros(size, whole, dtype=torch.int64, device=device)
     seconds, fits, agreeing = 0.0, True, True
 
     def backward_pass(repeat: int) -> None:
         synced = not once or repeat > 0
         model.set_requires_gradient_sync(synced)  # type: ignore[operator]
         model.set_reshard_after_backward(synced)  # type: ignore[operator]
-        model.loss(tokens, tokens, documents, segments).loss.backward()
+        compute_loss(model, objective, batch, segments).loss.backward()
 
     try:
         for repeat in range(_REPEATS - 1):
@@ -268,7 +269,7 @@ def _attempt(
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
     if fits and reason_against(config, model, world) is None:
-        replayed = replay_seconds(model, (tokens, tokens, documents), gauge.seconds, world.size)
+        replayed = replay_seconds(model, objective, batch, gauge.seconds, world.size)
         fits = replayed is not None or config.train.cuda_graphs != "on"
         seconds, peak = replayed or seconds, gauge.peak()
     if _most(0.0 if fits else 1.0, device):

@@ -26,9 +26,9 @@ from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.layers import MLP
-from llmtrain.models.mixers.base import mixers_of
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
@@ -82,20 +82,20 @@ def parallelize(
 
 
 def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
-    """Have every MLP read so many tokens of a sequence at a time (MLP.forward)."""
-    for module in model.modules():
-        if isinstance(module, MLP):
-            module.tokens_at_once = tokens
+    """Have every feed-forward layer read so many tokens of a sequence at a time."""
+    for _, part in parts_of(model):
+        if isinstance(part, FeedForward):
+            part.tokens_at_once = tokens
 
 
 def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
-    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the mixers name."""
+    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name."""
     if config.type in ("none", "budget"):
         return
     every = config.k if config.type == "every_k" else 1
     assert every is not None
     # By name: a backend's own operator exists only once the backend was imported.
-    saved_ops = set(kept).union(*(mixer.saved_ops() for _, mixer in mixers_of(model)))
+    saved_ops = set(kept).union(*(part.saved_ops() for _, part in parts_of(model)))
     for i, block in enumerate(model.blocks):
         if i % every:
             continue
@@ -220,7 +220,7 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
 
 
 def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
-    """Gives the parameters that must not be cast, by what the mixers declare, one group of their own, gathered once per
+    """Gives the parameters that must not be cast, by what the layers' parts declare, one group of their own, gathered once per
     forward.
 
     Their modules are read, never called (a hook inside a compiled layer would break its graph), so the

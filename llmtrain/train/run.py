@@ -24,7 +24,7 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.data.loader.loaders import ValidationLoader, build_train_loader, build_validation_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
-from llmtrain.data.loader.streaming import TokenDataset
+from llmtrain.data.loader.token_dataset import TokenDataset
 from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World, gloo_group, initialize, world_from_environment
@@ -36,14 +36,13 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
+from llmtrain.objectives.base import Objective, build_objective
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.describe import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.callbacks.checkpointing import Checkpointing
-from llmtrain.train.callbacks.gradient_sync import GradientSync
 from llmtrain.train.callbacks.profiling import Profiling
-from llmtrain.train.callbacks.release_autograd import ReleaseAutograd
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.step_times import StepTimes
@@ -65,6 +64,7 @@ from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run
+from llmtrain.train.step import GradientSync, Step
 from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.uploads import Uploads
 
@@ -110,7 +110,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         dtype, documents = config.train.dtype, config.data.mask_documents
         model = HybridLM(config.model, dtype=getattr(torch, dtype), documents=documents)
     require_same_kernels(config.model, model.platform, dtype, documents, world)
-    causal_lm = CausalLM(model, config.train.loss)
+    causal_lm, objective = CausalLM(model, config.train.loss), build_objective(config.train.loss)
     plain = dict(model.named_parameters())
     resolved = resolved_config(config, world, device)
     # Before checkpointing wraps the layers.
@@ -124,8 +124,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     average = WeightAverage(model, config.train.ema) if config.train.ema else None
     parts: list[save_load.Part] = [part for part in (spikes, average) if part is not None]
     if config.train.microbatch_size == "auto":
-        resolved = with_microbatch(config, resolved, causal_lm, segments, world, device)
-    graphs = graphed_loss(resolved, causal_lm, world)
+        resolved = with_microbatch(config, resolved, causal_lm, objective, segments, world, device)
+    graphs = graphed_loss(resolved, causal_lm, objective, world)
     if world.is_main:
         write_resolved(folder, resolved)
     peaks = learning_rates(optimizer)  # before a checkpoint brings those of its step
@@ -198,24 +198,29 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     uploads = Uploads(checkpoint.remote, saver.root, retention, world, preemption)
     with without_state(optimizer):
         trainer = StepTrainer(
-            group=preemption.group,
-            model=ComposerHybridLM(causal_lm, streams, segments, graphs),
+            Step(
+                causal_lm,
+                objective,
+                resolved.train.least_microbatch,
+                GradientSync(causal_lm, resolved.train.sharding),
+                preemption.group,
+                segments,
+                graphs,
+            ),
+            model=ComposerHybridLM(causal_lm, objective, streams, segments),
             run_name=config.name,
             seed=config.seed,
             # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
             precision="fp32",
             optimizers=optimizer,
-            train_dataloader=data_spec(loader, segments, ranks),
-            eval_dataloader=evaluators(config, validation, segments, ranks),
+            train_dataloader=data_spec(loader, objective, segments, ranks),
+            eval_dataloader=evaluators(config, validation, objective, segments, ranks),
             eval_interval=f"{max(config.eval.interval.steps(**length), 1)}ba",
             max_duration=f"{total_steps}ba",
             device_train_microbatch_size=resolved.train.microbatch_size,
-            accumulate_train_batch_on_tokens=True,
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, peaks),
-                GradientSync(causal_lm, resolved.train.sharding, graphs),
-                ReleaseAutograd(),
                 Stability(config.train, spikes, ranks and TensorGradients(model, ranks), rewind and rewind.ask),
                 *([average] if average is not None else []),
                 Throughput(cost),
@@ -299,12 +304,13 @@ def with_microbatch(
     config: Config,
     resolved: Config,
     model: CausalLM,
+    objective: Objective,
     segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
 ) -> Config:
     """The resolved config with the size of a microbatch that was found to be the fastest."""
-    size, reason = choose_microbatch(config, resolved, model, segments, world, device)
+    size, reason = choose_microbatch(config, resolved, model, objective, segments, world, device)
     run_log.info(reason)
     return of_size(resolved, size)
 
@@ -356,12 +362,16 @@ def stream_samples(loader: ValidationLoader | None, config: Config) -> dict[str,
 
 
 def evaluators(
-    config: Config, loader: ValidationLoader | None, segments: ContextParallelRanks | None, ranks: TensorRanks | None
+    config: Config,
+    loader: ValidationLoader | None,
+    objective: Objective,
+    segments: ContextParallelRanks | None,
+    ranks: TensorRanks | None,
 ) -> list[Evaluator]:
     if loader is None:
         return []
     size = config.eval.microbatch_size or config.train.least_microbatch
-    spec = data_spec(loader, segments, ranks)
+    spec = data_spec(loader, objective, segments, ranks)
     return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=size)]
 
 

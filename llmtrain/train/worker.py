@@ -17,7 +17,15 @@ from pathlib import Path
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
-from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error, unwritable_output
+from llmtrain.errors import (
+    Preempted,
+    RunError,
+    UserError,
+    is_expected,
+    print_error,
+    unwritable_output,
+    without_credentials,
+)
 from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
@@ -254,6 +262,6 @@ def _write_trace(folder: Path | None, world: World, error: BaseException) -> Pat
     path = folder / "errors" / f"rank{world.rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text(without_credentials("".join(traceback.format_exception(error))))
         return path
     return None

@@ -10,6 +10,7 @@ import torch
 from llmtrain import cli
 from llmtrain.bench.kernels.command import OPERATIONS
 from llmtrain.doctor import report, selftest
+from llmtrain.kernels import operation as operations
 from llmtrain.kernels import platform, registry, tuning
 from tests.cli.test_bench_train import write_sweep
 
@@ -45,13 +46,13 @@ def test_doctor_says_what_serves_and_tests_it(capsys):
 
 
 def test_doctor_fails_where_what_auto_chooses_computes_wrongly(capsys, monkeypatch):
-    right = selftest._function
+    right = selftest.function
 
-    def wrong(exam, backend, here):
-        kernel = right(exam, backend, here)
-        return (lambda *tensors: 1.5 * kernel(*tensors)) if backend == "sdpa:cpu" else kernel
+    def wrong(one, shape, backend, here):
+        kernel = right(one, shape, backend, here)
+        return (lambda *tensors: 1.5 * kernel(*tensors)) if backend == "sdpa:cpu" else kernel  # type: ignore[operator]
 
-    monkeypatch.setattr(selftest, "_function", wrong)
+    monkeypatch.setattr(selftest, "function", wrong)
     status, out, _ = run(capsys, "doctor")
     assert status == 1
     assert "attention (causal): auto chooses sdpa:cpu, which fails here" in out
@@ -59,17 +60,17 @@ def test_doctor_fails_where_what_auto_chooses_computes_wrongly(capsys, monkeypat
 
 
 def test_doctor_goes_on_when_a_backend_that_nobody_chooses_raises(capsys, monkeypatch):
-    right = selftest._function
+    right = selftest.function
 
-    def broken(exam, backend, here):
-        if backend == "reference" and exam.operation == "conv1d" and exam.spec.dtype == "bfloat16":
+    def broken(one, shape, backend, here):
+        if backend == "reference" and one.name == "conv1d" and shape.spec.dtype == "bfloat16":
             raise RuntimeError("no such luck")
-        return right(exam, backend, here)
+        return right(one, shape, backend, here)
 
-    monkeypatch.setattr(selftest, "_function", broken)
+    monkeypatch.setattr(selftest, "function", broken)
     found = report.findings(platform.cpu(), "bfloat16", test=True)
-    assert registry.resolve("conv1d", "auto", next(e for e in selftest.exams("bfloat16") if e.operation == "conv1d").spec,
-                            platform.cpu()).name == "aten"  # fmt: skip
+    [(_, shape)] = operations.operation("conv1d").selftests("bfloat16")
+    assert registry.resolve("conv1d", "auto", shape.spec, platform.cpu()).name == "aten"
     # aten is compared with the reference, so it cannot pass here either.
     failed = {f.backend: f.failed for f in found if f.failed}
     assert failed.keys() == {"reference", "aten"} and failed["reference"] == "RuntimeError: no such luck"
@@ -100,7 +101,7 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["kernels", "--only", "softmax"], "nothing to measure in 'softmax'; there is attention"),
         (["kernels", "--match", "xyz"], "no cell is left; there is:\n  attention head_dim 32 T=128"),
         (["kernels", "--peer-path", "/nowhere"], "--peer-path /nowhere is no folder"),
-        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, ssd"),
+        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, rotary, norm, ssd"),
         (["tune", "--shape", "head_dim"], "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'"),
         (
             ["tune", "--shape", "headdim=64"],

@@ -33,7 +33,7 @@ def run(tmp_path) -> Path:
     """Steps 1 to 6: 3 lacks a file, 4 is of a newer format, 5 of the first one, 6 is half written."""
     root = tmp_path / "run" / "checkpoints"
     folders = [make_checkpoint(root, step) for step in range(1, 7)]
-    (folders[2] / "shard-1.bin").unlink()
+    (folders[2] / "__0_1.distcp").unlink()
     for folder, number in ((folders[3], 99), (folders[4], 1)):
         content = json.loads((folder / "manifest.json").read_text())
         del content["xxh3_128"]
@@ -64,7 +64,7 @@ def test_ls_says_the_health_of_each(run, capsys):
     assert [row[0] for row in rows] == [f"step-0000000{i}" for i in range(1, 6)] + ["step-00000006.partial"]
     found = dict(rows)
     assert found["step-00000002"].split()[:3] == ["2", "200", "101"] and found["step-00000002"].endswith("  complete")
-    assert found["step-00000003"].endswith("damaged: shard-1.bin is missing")
+    assert found["step-00000003"].endswith("damaged: __0_1.distcp is missing")
     assert "newer format" in found["step-00000004"] and "format 1" in found["step-00000005"]
     assert "partial" in found["step-00000006.partial"]
 
@@ -79,13 +79,13 @@ def test_ls_of_a_store(place, capsys):
 def test_verify_reads_every_byte_and_names_what_is_wrong(place, capsys):
     status, lines, _ = checkpoint(capsys, "verify", place)
     assert status == 0 and [line.split(": ")[1].split()[0] for line in lines] == ["good"] * 3
-    path = Path(place.removeprefix("file://")) / "step-00000020" / "shard-3.bin"
+    path = Path(place.removeprefix("file://")) / "step-00000020" / "__0_3.distcp"
     flip(path)
     assert checkpoint(capsys, "ls", place)[1][2].endswith("complete")
     status, lines, _ = checkpoint(capsys, "verify", place)
     assert status == 1
     assert [line.split()[1] for line in lines] == ["good", "WRONG:", "good"]
-    assert "step-00000020 is damaged: shard-3.bin is not what was written" in lines[1]
+    assert "step-00000020 is damaged: __0_3.distcp is not what was written" in lines[1]
     assert checkpoint(capsys, "verify", f"{place}/step-00000010")[0] == 0
     assert checkpoint(capsys, "verify", f"{place}/step-00000020")[0] == 1
 

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
 from tests.support.project import LLMTRAIN
-from tests.support.segments import released_segments
 from tests.support.stores import flip, make_checkpoint
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, tiny_settings
 
@@ -77,7 +76,7 @@ def run(made, tmp_path) -> Path:
 
 
 @pytest.fixture
-def command(capsys) -> Iterator[Command]:
+def command(capsys) -> Command:
     """command("stats", …): (exit status, standard output, standard error) of `llmtrain data`."""
 
     def call(*words: Any) -> tuple[int, str, str]:
@@ -85,8 +84,7 @@ def command(capsys) -> Iterator[Command]:
         found = capsys.readouterr()
         return status, found.out, found.err
 
-    with released_segments():
-        yield call
+    return call
 
 
 def test_samples_are_shown_with_the_borders_of_their_documents(command, made):

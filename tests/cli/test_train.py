@@ -165,7 +165,7 @@ def test_a_file_where_a_checkpoint_belongs_is_refused(project, monkeypatch, caps
     (project.run_dir / "checkpoints" / "step-00000006").touch()
     status, text, _ = in_process(project, monkeypatch, capsys, *arguments)
     assert status == 2
-    assert "checkpoints has a file where a checkpoint's folder belongs: step-00000006; move it away" in text
+    assert "checkpoints has something else where a checkpoint's folder belongs: step-00000006; move it away" in text
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])

@@ -18,9 +18,9 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train import run
-from llmtrain.train.composer_model import ComposerHybridLM
 from llmtrain.train.report.loggers import read_metrics
 from tests.support.runs import Interrupted, observed_by, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
@@ -50,18 +50,18 @@ class Order(LoggerDestination):
 
 def train_with(config: Config, bad: list[int], stop_at: int | None = None) -> tuple[list[Any], list[str], str]:
     """A job: what Order saw, warnings, and the error. The loss of a batch with one of the `bad` samples is four times as high."""
-    order, true_loss, warnings = Order(stop_at), ComposerHybridLM.loss, list[str]()
+    order, true_loss, warnings = Order(stop_at), NextToken.loss, list[str]()
 
-    def loss(self, outputs, batch, *args, **kwargs):
-        losses = true_loss(self, outputs, batch, *args, **kwargs)
+    def loss(self, outputs, batch):
+        found = true_loss(self, outputs, batch)
         if set(batch["sample_ids"].tolist()) & set(bad):
-            losses["total"] = losses["total"] * 4
-        return losses
+            found.loss = found.loss * 4
+        return found
 
     error = ""
     with (
         observed_by(order),
-        patch.object(ComposerHybridLM, "loss", loss),
+        patch.object(NextToken, "loss", loss),
         patch.object(run_log, "warning", warnings.append),
         contextlib.suppress(Interrupted),
     ):

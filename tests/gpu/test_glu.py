@@ -10,8 +10,8 @@ import torch
 from llmtrain.kernels.glu import reference
 from llmtrain.kernels.glu.triton import glu_bwd
 from llmtrain.kernels.platform import detect
-from llmtrain.models.layers import MLP
-from llmtrain.models.sections.layers import MLPConfig
+from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.sections.dense import MLPSection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,13 +34,13 @@ def test_as_exact_as_its_format(activation, shape, dtype, bound):
 
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 def test_a_compiled_mlp_is_as_exact_as_plain_pytorch(kind):
-    config = MLPConfig(type=kind, d_ff=512, bias=True)
-    ours, plain = (MLP(128, config, where).cuda().bfloat16() for where in (detect(), None))
+    config = MLPSection(type=kind, d_ff=512, bias=True)
+    ours, plain = (MLP(config, 128, where).cuda().bfloat16() for where in (detect(), None))
     assert ours.glu is not None and plain.glu is None
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     plain.load_state_dict(ours.state_dict())
-    exact = MLP(128, config).cuda().double()
+    exact = MLP(config, 128).cuda().double()
     exact.load_state_dict(plain.state_dict())
     x, dy = (torch.randn(2, 64, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 

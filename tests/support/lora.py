@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -85,7 +85,7 @@ class Lora(Converter):
 
 
 @functools.cache
-def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+def _adapted(kind: type[Linear]) -> type[Any]:
     return type(f"Adapted{kind.__name__}", (_Adapted, kind), {})
 
 
@@ -100,7 +100,7 @@ class _Adapted(nn.Module):
         return super().forward(x) + self.scale * self.lora_up(self.lora_down(x))  # type: ignore[misc]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return super().flops(seq_len, causal) + self.lora_down.flops(seq_len) + self.lora_up.flops(seq_len)  # type: ignore[misc]
+        return super().flops(seq_len, causal) + self.lora_down.flops(seq_len) + self.lora_up.flops(seq_len)
 
 
 def install() -> None:

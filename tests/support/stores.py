@@ -28,7 +28,7 @@ def make_checkpoint(root: Path, step: int, files: int = 5, nbytes: int = 20_000,
     folder = root / local.folder_name(step)
     folder.mkdir(parents=True)
     for i in range(files):
-        (folder / f"shard-{i}.bin").write_bytes(random.randbytes(nbytes + i))
+        (folder / f"__0_{i}.distcp").write_bytes(random.randbytes(nbytes + i))
     records: dict[str, manifests.FileRecord] = {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": manifests.hash_file(path)} for path in folder.iterdir()
     }

@@ -11,6 +11,7 @@ import pytest
 
 from llmtrain.cli import parser
 from llmtrain.schema.load import load_config
+from scripts import draw_docs
 from scripts.generate_reference import anchor_of, outdated, reference
 
 ROOT = Path(__file__).parents[2]
@@ -143,3 +144,10 @@ def test_the_reference_has_every_type_of_block_and_says_what_may_change_on_resum
     assert "| `d_conv` | an integer above 0 and at most 131072 | `4` | fixed | Kernel width" in pages["blocks.md"]
     assert re.search(r"^\| `chunk_size` \| .* \| may change \|", pages["blocks.md"], re.M)
     assert re.search(r"^\| `interval` \| .* \| may change \|", pages["checkpoint.md"], re.M)
+
+
+def test_pictures_are_drawn_and_shown(tmp_path):
+    draw_docs.main(tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    shown = {link for page in PAGES for link in re.findall(r"\(pictures/([\w.-]+)\)", page.read_text(encoding="utf-8"))}
+    assert drawn == shown == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}

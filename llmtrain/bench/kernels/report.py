@@ -8,6 +8,7 @@ from typing import Any
 
 from llmtrain.bench.kernels.cell import OURS, Bar, Cell
 from llmtrain.bench.kernels.measure import Result
+from llmtrain.config.output_folder import replace_file
 
 COLUMNS = (
     "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "wall ms", "host ms", "peak MiB", "roofline fwd / bwd", "error",
@@ -101,13 +102,13 @@ def markdown(head: list[str], cells: list[tuple[Cell, list[Result]]]) -> str:
 def write(folder: Path, head: list[str], facts: dict[str, Any], cells: list[tuple[Cell, list[Result]]]) -> None:
     """kernels.md and kernels.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernels.md").write_text(markdown(head, cells), encoding="utf-8")
+    replace_file(folder / "kernels.md", markdown(head, cells).encode())
     entries = [
         {**one.dump(), "ratio": ratio(results, one), "bars": verdicts(cell, results)}
         for cell, results in cells
         for one in results
     ]
-    (folder / "kernels.json").write_text(json.dumps({**facts, "results": entries}, indent=1) + "\n", encoding="utf-8")
+    replace_file(folder / "kernels.json", (json.dumps({**facts, "results": entries}, indent=1) + "\n").encode())
 
 
 def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:

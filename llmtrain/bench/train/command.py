@@ -15,7 +15,7 @@ from llmtrain.bench.train.measure import ending_on_sigterm, measure
 from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
-from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.config.output_folder import replace_file, unwritable_reason
 from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
@@ -108,8 +108,8 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 def _write(out: Path, results: list[dict[str, Any]]) -> None:
     machine = "; ".join(f"{what} {value}" for what, value in facts(detect()))
-    (out / TABLE).write_text(as_markdown(results, f"{machine}; {time.strftime('%Y-%m-%d')}"), encoding="utf-8")
-    (out / SHEET).write_text(as_csv(results), encoding="utf-8")
+    replace_file(out / TABLE, as_markdown(results, f"{machine}; {time.strftime('%Y-%m-%d')}").encode())
+    replace_file(out / SHEET, as_csv(results).encode())
     draw(results, out / PICTURE)
 
 

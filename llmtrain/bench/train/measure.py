@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.bench.train.cases import Case
 from llmtrain.bench.train.sweep import Sweep
+from llmtrain.config.output_folder import OutputError, is_marked, make_marked
 from llmtrain.train.resolved import read_resolved
 
 _POLL_SECONDS = 0.5
@@ -42,8 +43,12 @@ def ending_on_sigterm() -> Iterator[None]:
 def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
     """Figures of a case, or `error`, the end of what the run said, which stays in RUN.txt; the run's folder is removed again."""
     folder = Path(case.config.run_dir)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if is_marked(folder):  # of a sweep that was killed
+        shutil.rmtree(folder)
+    try:
+        make_marked(folder)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error}") from error
     said = folder.parent / f"{folder.name}.txt"
     command = [sys.executable, "-m", "llmtrain.cli", "train", case.model, *case.settings, "--nproc", str(case.gpus)]
     began = time.monotonic()

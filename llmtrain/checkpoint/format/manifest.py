@@ -27,6 +27,10 @@ FORMAT = 2
 BASE_FORMAT = 3
 """Of checkpoints that hold a part of the model. What reads format 2 alone would take one for damaged, and go back to another."""
 NAME = "manifest.json"
+OWN_FILE = re.compile(
+    r"(manifest|index)\.json(\.tmp)?|tensors[\d-]*\.safetensors|__\d+_\d+\.distcp|\.metadata|model\.yaml|tokenizer.*"
+)
+"""Names in a checkpoint's folder, those of the first format among them."""
 _CHECKSUM = re.compile(rb',\n "xxh3_128": "([0-9a-f]{32})"\n\}\n')
 _STEP_NAME = re.compile(r"(?:.*/)?step-(\d{8})(?:\..*)?/?")
 _MAX_BYTES = 64 * 2**20

@@ -1,4 +1,8 @@
-"""A model in Hugging Face format inside LLM Foundry's YAML (`hf_causal_lm`): its config.json as our `model` section."""
+"""A model in Hugging Face format inside LLM Foundry's YAML (`hf_causal_lm`): its config.json as our `model` section.
+
+Types that `llmtrain import` reads (models/hf) are read by the same code. GPT-2, GPT-Neo and OPT are of a nearby architecture here,
+which trains from new weights alone.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.base import Problem
-from llmtrain.convert.foundry.rotary import llama3_scaling
 from llmtrain.convert.foundry.settings import Settings
+from llmtrain.errors import UserError
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2"},
@@ -94,15 +98,19 @@ def read_config(model: Settings) -> dict[str, Any] | None:
     """The config.json that the section means, with its overrides; None, with a note, where it is not known here."""
     name = model.take("pretrained_model_name_or_path", str, "")
     overrides = model.take("config_overrides", dict, {})
-    if model.take("pretrained", bool, True):
-        text = "write init_from: OUT after `llmtrain import {0} OUT`, which takes MPT, Llama, Mamba-2 and Zamba2"
-        model.left("pretrained", text.format(name or "HF_FOLDER"))
     config = _config(model, name)
+    if model.take("pretrained", bool, True):
+        kind = None if config is None else config.get("model_type")
+        if kind in _NEARBY:
+            model.left("pretrained", f"weights of type {kind} cannot be imported: no setting here computes the same")
+        else:
+            text = "write init_from: OUT after `llmtrain import {} OUT`; docs/models.md lists what it takes"
+            model.left("pretrained", text.format(name or "HF_FOLDER"))
     if config is not None:
         return _deep(config, overrides)
     text = (
         "is not known here, and no folder with a config.json; download it and give its folder, or write the "
-        "keys with ???; `llmtrain import` writes them to OUT/model.yaml for MPT, Llama, Mamba-2 and Zamba2"
+        "keys with ???; `llmtrain import` writes them to OUT/model.yaml for the types in docs/models.md"
     )
     model.left("pretrained_model_name_or_path", text)
     if overrides:
@@ -114,13 +122,17 @@ def hf_model(model: Settings, config: dict[str, Any] | None) -> dict[str, Any]:
     """Our `model` section; with `???` for what the user has to give where the model is not known here."""
     if config is None:
         return dict(_UNKNOWN)
-    convert = _CONVERTERS.get(config.get("model_type", ""))
-    if convert is None:
-        have = ", ".join(sorted([*_CONVERTERS, "mpt"]))
-        text = f"config.json is of type {config.get('model_type')!r}; there is {have}"
-        model.left("pretrained_model_name_or_path", text)
+    if (nearby := _NEARBY.get(config.get("model_type", ""))) is not None:
+        return nearby(config, model)
+    from llmtrain.models.hf.family import family_of_hf_config  # which needs torch and transformers
+
+    try:
+        section = family_of_hf_config(config).read_config(config)
+    except UserError as error:
+        model.left("pretrained_model_name_or_path", f"its config.json cannot be expressed here: {error}")
         return dict(_UNKNOWN)
-    return convert(config, model)
+    # Their classes draw all weights alike.
+    return section | {"init": section.get("init", {}) | {"scale_residual": False}}
 
 
 def _config(model: Settings, name: str) -> dict[str, Any] | None:
@@ -224,43 +236,6 @@ def _opt(config: dict[str, Any], model: Settings) -> dict[str, Any]:
     )
 
 
-def _llama(config: dict[str, Any], model: Settings) -> dict[str, Any]:
-    """LlamaConfig's defaults are Llama 7B's."""
-    get = config.get
-    heads = get("num_attention_heads", 32)
-    _activation(model, get("hidden_act", "silu"), ("silu",))
-    rope = {"rope_theta": get("rope_theta", 10000.0)} | (get("rope_scaling") or {}) | (get("rope_parameters") or {})
-    position: dict[str, Any] = {"type": "rotary", "theta": float(rope["rope_theta"])}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "llama3":
-        position["scaling"] = llama3_scaling(rope)
-    elif kind == "linear":
-        position["scaling"] = {"type": "linear", "factor": float(rope.get("factor", 1.0))}
-    elif kind != "default":
-        model.left("config_overrides", f"rotary scaling is linear or llama3, not {kind}; none is written")
-    block: dict[str, Any] = {"type": "attention", "n_heads": heads}
-    if (kv := get("num_key_value_heads", heads)) != heads:
-        block["n_kv_heads"] = kv
-    if get("head_dim"):
-        block["head_dim"] = get("head_dim")
-    block["position"] = position
-    if get("attention_bias", False):
-        block |= {"qkv_bias": True, "out_bias": True}
-    block["mlp"] = {"type": "swiglu", "d_ff": get("intermediate_size", 11008)}
-    if get("mlp_bias", False):
-        block["mlp"]["bias"] = True
-    return {
-        "vocab_size": get("vocab_size", 32000),
-        "d_model": get("hidden_size", 4096),
-        "max_seq_len": get("max_position_embeddings", 2048),
-        "norm": {"type": "rmsnorm", "eps": get("rms_norm_eps", 1e-6)},
-        "blocks": {"attn": block},
-        "layers": f"attn*{get('num_hidden_layers', 32)}",
-        "tie_embeddings": get("tie_word_embeddings", False),
-        "init": {"std": get("initializer_range", 0.02), "scale_residual": False},
-    }
-
-
 def _decoder(
     *,
     vocab: int,
@@ -297,10 +272,9 @@ def _activation(model: Settings, found: str, exact: tuple[str, ...]) -> None:
         model.left("pretrained_model_name_or_path", f"its activation is {found}; {exact[0]}, exact, is written")
 
 
-_CONVERTERS: dict[str, Callable[[dict[str, Any], Settings], dict[str, Any]]] = {
+_NEARBY: dict[str, Callable[[dict[str, Any], Settings], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
     "opt": _opt,
-    "llama": _llama,
 }
 """model_type of config.json -> its converter."""

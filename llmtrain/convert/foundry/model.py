@@ -8,7 +8,6 @@ from typing import Any
 
 from llmtrain.convert.foundry.hf_model import hf_model, read_config
 from llmtrain.convert.foundry.keys import MAPPED, meaning
-from llmtrain.convert.foundry.rotary import llama3_scaling
 from llmtrain.convert.foundry.settings import Notes, Settings, note_unread
 
 _EXACT_ACTIVATIONS = {("mptmlp", "gelu"): "gelu", ("mptglu", "gelu"): "geglu", ("mptglu", "silu"): "swiglu"}
@@ -141,10 +140,21 @@ def _position(attention: Settings) -> dict[str, Any] | None:
     if kind == "linear":
         position["scaling"] = {"type": "linear", "factor": float(scaling.get("factor", 1.0))}
     elif kind == "llama3":
-        position["scaling"] = llama3_scaling(scaling)
+        position["scaling"] = _llama3_scaling(scaling)
     elif kind != "no_scaling":
         attention.left("rope_hf_config", "scaling is linear or llama3; none is written")
     return position
+
+
+def _llama3_scaling(found: dict[str, Any]) -> dict[str, Any]:
+    """Our `position.scaling`, from the names of Hugging Face's rope_scaling."""
+    scaling: dict[str, Any] = {"type": "llama3", "factor": float(found.get("factor", 1.0))}
+    for key, ours in (("low_freq_factor", "low_freq_factor"), ("high_freq_factor", "high_freq_factor")):
+        if key in found:
+            scaling[ours] = float(found[key])
+    if "original_max_position_embeddings" in found:
+        scaling["original_max_seq_len"] = int(found["original_max_position_embeddings"])
+    return scaling
 
 
 def _mlp(model: Settings, ffn: Settings, d_model: int, bias: bool) -> dict[str, Any]:

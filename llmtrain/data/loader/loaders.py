@@ -1,7 +1,7 @@
 """The loaders of training and validation: their sample order depends on the seed and the global batch, not on ranks or workers.
 
-With more than one rank the process group must exist before a loader is built. The environment variables RANK,
-WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say which rank this is, as torchrun and composer set them.
+The environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say which rank this is, as torchrun and composer set
+them. Ranks and loader processes do not wait for one another.
 """
 
 from __future__ import annotations
@@ -13,32 +13,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from streaming import Stream
 from torch.utils.data import IterableDataset, get_worker_info
 
 from llmtrain.data.loader.batches import Batch, collate, collate_packed, filler
-from llmtrain.data.loader.checked_stream import CheckedStream
-from llmtrain.data.loader.mixture import seekable_order
-from llmtrain.data.loader.order import SampleOrder
-from llmtrain.data.loader.shared_memory import dataset_lock
-from llmtrain.data.loader.streaming import TokenDataset
+from llmtrain.data.loader.cached_stream import CachedStream
+from llmtrain.data.loader.token_dataset import TokenDataset
+from llmtrain.data.loader.token_samples import TokenSamples
 from llmtrain.data.loader.worker_errors import FailingLoader, collated, or_failures
-from llmtrain.data.shards.checks import require_epoch
 from llmtrain.data.tokenize.end_of_document import end_of_document
 from llmtrain.distributed.processes import serve_parent
 from llmtrain.errors import UserError
-from llmtrain.schema.data import DataConfig, StreamConfig
+from llmtrain.schema.data import DataConfig
 
 
 class TrainLoader(FailingLoader):
     """Loader of the next epoch, or of its rest after a resume, at each `iter`: `len(loader)` whole global batches."""
 
     dataset: TokenDataset
+    _position = 0
+    """The position, of those that were loaded, from which the running processes began."""
 
     def __iter__(self) -> Iterator[Batch]:
         self.dataset.epoch_finished = False
+        if self._position != self.dataset.loaded:
+            self._position = self.dataset.loaded
+            if self._iterator is not None:  # its processes do not have that position
+                self._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
+                self._iterator = None
         batches = super().__iter__()
         batch = next(batches, None)
+        if self.num_workers:
+            self.dataset.begin_epoch()  # as each of them did
         while batch is not None:
             following = next(batches, None)
             self.dataset.epoch_finished = following is None
@@ -58,18 +63,6 @@ def _rank_batch_size(global_batch_size: int, replication: int) -> int:
             f"the global batch of {global_batch_size} samples cannot be divided evenly over {world_size} {sharers}"
         )
     return global_batch_size // world_size
-
-
-def _stream(name: str, config: StreamConfig, data: DataConfig) -> Stream:
-    return CheckedStream(
-        name=name,
-        local=os.path.expanduser(config.local),
-        remote=config.remote,
-        split=config.split,
-        proportion=config.proportion,
-        download_retry=data.download_retries,
-        download_timeout=data.download_timeout,
-    )
 
 
 def _loader_options(data: DataConfig) -> dict[str, Any]:
@@ -93,56 +86,11 @@ def build_train_loader(
     iterator, when a token is not below vocab_size.
     """
     batch_size = _rank_batch_size(global_batch_size, replication)
-    streams = [_stream(name, stream, data) for name, stream in data.train_streams().items()]
-    dataset = train_dataset(
-        data,
-        streams,
-        batch_size=batch_size,
-        global_batch_size=global_batch_size,
-        vocab_size=vocab_size,
-        replication=replication,
+    streams = [CachedStream.of(name, stream, data) for name, stream in data.train_streams().items()]
+    dataset = TokenDataset(
+        data, streams, global_batch_size=global_batch_size, vocab_size=vocab_size, replication=replication
     )
     return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data))
-
-
-def _seekable(data: DataConfig, global_batch_size: int, dataset: TokenDataset) -> SampleOrder:
-    return seekable_order(data, global_batch_size, dataset.shard_sizes())
-
-
-def train_dataset(
-    data: DataConfig,
-    streams: Sequence[Stream],
-    *,
-    batch_size: int,
-    global_batch_size: int,
-    vocab_size: int | None = None,
-    replication: int = 1,
-) -> TokenDataset:
-    """The training samples of these streams in the config's order. batch_size: samples of a rank's batch. replication: as
-    build_train_loader's.
-
-    Raises ShardError if the data has less than one global batch.
-    """
-    options: dict[str, Any] = {
-        "seq_len": data.seq_len,
-        "vocab_size": vocab_size,
-        "batch_size": batch_size,
-        "shuffle": data.shuffle,
-        "shuffle_seed": data.shuffle_seed,
-        "shuffle_block_size": data.shuffle_block_size,
-        "num_canonical_nodes": data.num_canonical_nodes,
-        "predownload": data.predownload,
-        "cache_limit": data.cache_limit,
-        "readers": max(data.num_workers, 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "replication": replication if replication > 1 else None,
-    }
-    if data.chosen_order == "seekable":
-        options["order"] = functools.partial(_seekable, data, global_batch_size)
-        options["order_name"] = data.order_name
-    with dataset_lock():
-        dataset = TokenDataset(streams=streams, **options)
-        dataset.set_epoch_size(require_epoch(data, dataset.samples_per_stream.tolist(), global_batch_size))
-    return dataset
 
 
 class ValidationDataset(IterableDataset):
@@ -155,7 +103,7 @@ class ValidationDataset(IterableDataset):
 
     def __init__(
         self,
-        data: TokenDataset,
+        data: TokenSamples,
         names: Sequence[str],
         global_batch_size: int,
         max_samples: int | None,
@@ -221,11 +169,7 @@ def build_validation_loader(
     if not streams:
         return None
     batch_size = _rank_batch_size(global_batch_size, replication)
-    with dataset_lock():
-        samples = TokenDataset(
-            seq_len=data.seq_len,
-            vocab_size=vocab_size,
-            streams=[_stream(name, stream, data) for name, stream in streams.items()],
-        )
+    cached = [CachedStream.of(name, stream, data) for name, stream in streams.items()]
+    samples = TokenSamples(cached, seq_len=data.seq_len, vocab_size=vocab_size)
     dataset = ValidationDataset(samples, list(streams), global_batch_size, max_samples, replication)
     return ValidationLoader(dataset, batch_size=batch_size, **_loader_options(data))

@@ -6,11 +6,7 @@ The order does not depend on ranks, nodes or loader workers, so that it holds fo
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +14,6 @@ from llmtrain.data.loader.mixture import seekable_order
 from llmtrain.data.shards.checks import require_epoch
 from llmtrain.data.shards.index import Index
 from llmtrain.schema.data import DataConfig
-
-if TYPE_CHECKING:
-    from streaming import StreamingDataset
 
 
 class RunOrder:
@@ -50,27 +43,11 @@ class RunOrder:
 
     def _listed(self, epoch: int) -> np.ndarray:
         """An epoch in StreamingDataset's order, which is a list of all of it. int64 [steps, global batch]."""
-        from streaming.base.batching import generate_work
-        from streaming.base.world import World
+        from streaming.base.world import World  # imports torch
 
+        from llmtrain.data.loader.streaming_order import StreamingOrder
+
+        sizes = [np.asarray(index.shards.samples) for index in self._indexes]
+        order = StreamingOrder(self._data, sizes, self.steps_per_epoch * self._batch, self._batch)
         world = World(num_nodes=1, ranks_per_node=1, workers_per_rank=1, worker=0)
-        self._dataset._set_shuffle_block_size(world)
-        return generate_work("random", self._dataset, world, epoch, 0).reshape(-1, self._batch)
-
-    @functools.cached_property
-    def _dataset(self) -> StreamingDataset:
-        """The training data, of which only the sizes are here."""
-        from llmtrain.data.loader.checked_stream import CheckedStream
-        from llmtrain.data.loader.loaders import train_dataset
-
-        data = self._data.model_copy(update={"cache_limit": None})
-        with tempfile.TemporaryDirectory() as folder:  # indexes alone: a run may be using the shards' own folders
-            streams = []
-            for number, (index, stream) in enumerate(zip(self._indexes, data.train_streams().values(), strict=True)):
-                local = Path(folder, str(number))
-                local.mkdir()
-                (local / "index.json").write_text(
-                    json.dumps({"version": 2, "shards": list(index.shards)}), encoding="utf-8"
-                )
-                streams.append(CheckedStream(local=str(local), proportion=stream.proportion))
-            return train_dataset(data, streams, batch_size=self._batch, global_batch_size=self._batch)
+        return order.ids(world, epoch, 0).reshape(-1, self._batch)

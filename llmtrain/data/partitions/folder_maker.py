@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
-from llmtrain.config.output_folder import partial_folder, replace_file
+from llmtrain.config.output_folder import make_marked, replace_file, working_folder
 from llmtrain.data.partitions.cutting import Partition, cut, identify
 from llmtrain.data.partitions.dedup import find_duplicates, has_hashes, without
 from llmtrain.data.partitions.maker import MakeSettings
@@ -70,7 +70,7 @@ class FolderMaker:
     """The making of one folder, in `folder`, which stays until it is complete. Raises PrepareError for its sources."""
 
     def __init__(self, config: PrepareConfig, out: Path, address: str | None) -> None:
-        self.config, self.out, self.folder = config, out, partial_folder(out)
+        self.config, self.out, self.folder = config, out, working_folder(out)
         self.store = StoredFolder.of(address, self.folder, config) if address else None
         self.passed_over = PassedOver()
         self.tolerance = Tolerance(config.max_bad, config.skip_bad_records)
@@ -165,6 +165,7 @@ class FolderMaker:
 
     def _tokenizer(self, inputs: dict[str, Any]) -> TextTokenizer:
         """The tokenizer, in the folder. One that is trained here is trained once."""
+        make_marked(self.folder)
         for name in (*SPLITS, REPORTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         made_from = self.folder / REPORTS / "tokenizer"

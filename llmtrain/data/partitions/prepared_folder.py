@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.output_folder import MARKER
+from llmtrain.data.partitions.report import REPORTS, SPLITS
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
 from llmtrain.data.sources.storage import open_file
@@ -23,6 +26,8 @@ FORMAT = 3
 _EARLIER_FORMATS = {1, 2}
 """Versions whose folders are used as they are: 1 packed all sources as one partition, 2 compressed with level 3."""
 MANIFEST = "manifest.json"
+_ENTRIES = {MANIFEST, MARKER, *SPLITS, REPORTS, "tokenizer"}
+"""Names in a finished folder."""
 _TOLD_AFTER = 2.0
 """Seconds of waiting for another process after which it is said."""
 HASHED_BYTES = 256 << 20
@@ -159,6 +164,7 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if overwrite and (out / MANIFEST).is_file():
+        _refuse_foreign(out)
         return None
     manifest = read_manifest(out)
     if manifest is None:
@@ -169,6 +175,20 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
     for name, split in manifest["splits"].items():
         _require_shards(out / name, split["samples"])
     return manifest
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raise PrepareError for a folder with something in it that `llmtrain prepare` did not write: it would be removed too."""
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in _ENTRIES)
+    with contextlib.suppress(PrepareError):  # a damaged manifest tells nothing
+        manifest = read_manifest(out)
+        if not isinstance(manifest, dict) or not {"fingerprint", "splits"} <= manifest.keys():
+            foreign.append(MANIFEST)
+    if foreign:
+        raise PrepareError(
+            f"{out} holds what `llmtrain prepare` did not write ({', '.join(foreign[:5])}), which --overwrite would remove: "
+            "move it away, or choose another folder"
+        )
 
 
 def refuse_other(out: Path | str, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.output_folder import replace_file
+from llmtrain.config.output_folder import MARKER, replace_file
 from llmtrain.data.partitions.prepared_folder import MANIFEST
 from llmtrain.data.partitions.provenance import documents_path
 from llmtrain.data.partitions.report import REPORTS, PartitionReport, arrays_path, report_path
@@ -88,7 +88,11 @@ class StoredFolder:
 
     def publish(self, reports: Iterable[PartitionReport]) -> None:
         """Bring what was merged here to the store, remove there what is of no partition, and bring the manifest."""
-        made = [str(path.relative_to(self.here)) for path in sorted(self.here.rglob("*")) if path.is_file()]
+        made = [
+            str(path.relative_to(self.here))
+            for path in sorted(self.here.rglob("*"))
+            if path.is_file() and path.name != MARKER
+        ]
         self.write(name for name in made if name != MANIFEST)
         kept = {MANIFEST, *made}
         for report in reports:

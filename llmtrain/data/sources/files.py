@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.output_folder import MARKER
 from llmtrain.data.sources.compression import EXTENSIONS, compression_of
 from llmtrain.data.sources.formats import CSV_EXTENSIONS, JSONL_EXTENSIONS, is_structured, plain_name
 from llmtrain.data.sources.storage import SCHEMES, fixed_folder, has_pattern, list_remote
@@ -297,7 +298,7 @@ def _folder(
 
 def _is_prepared(folder: str, subfolders: list[str], names: list[str]) -> bool:
     """True for a folder of shards, and for one in which they are being made."""
-    begun = "manifest.json" in names or folder.endswith(".partial")
+    begun = "manifest.json" in names or MARKER in names or folder.endswith(".partial")
     return begun and {"partitions", "tokenizer", "train"} <= set(subfolders)
 
 

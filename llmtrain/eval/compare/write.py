@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain.eval.compare.compare import Answered, Comparison, TaskComparison
 from llmtrain.eval.compare.statistics import Difference
-from llmtrain.eval.report.files import markdown_table, write_text
+from llmtrain.eval.report.files import markdown_table, write_file, write_text
 from llmtrain.eval.report.metrics import is_perplexity, is_share
 
 CSV_COLUMNS = ("task", "shots", "category", "metric", "a", "b", "difference", "stderr", "low", "high", "p", "n")
@@ -213,8 +213,7 @@ def draw(found: Comparison, path: Path) -> Path:
         axes.set(xlabel=label, ylim=(len(some) - 0.5, -0.5))
         axes.grid(axis="x", alpha=0.3)
     figure.suptitle(f"B: {found.b}\nA: {found.a}\n95 % intervals", fontsize=9)
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
     plt.close(figure)
-    partial.replace(path)
-    return path
+    return write_file(path, picture.getvalue())

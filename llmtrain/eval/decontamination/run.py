@@ -15,6 +15,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.decontamination.decontaminate import Overlap, Sample, decontaminate, mds_samples, text_samples
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prepare import read_documents
+from llmtrain.eval.report.files import write_text
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run, task_runs
 from llmtrain.logs import log
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         content["failed"] = [{"task": name, "reason": reason} for name, reason in failed.items()]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "overlap.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(out / "overlap.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     text = as_markdown(content)
-    (out / "overlap.md").write_text(text, encoding="utf-8")
+    write_text(out / "overlap.md", text)
     print(f"{text}\nwritten: {out / 'overlap.json'}, {out / 'overlap.md'}", flush=True)
     if failed:
         raise _failed_tasks(failed)

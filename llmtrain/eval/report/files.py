@@ -6,14 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmtrain.config.output_folder import write_synced
+from llmtrain.config.output_folder import replace_file
 
 
 def write_file(path: Path, content: bytes) -> Path:
     """Write a file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    write_synced(partial, content)
-    partial.replace(path)
+    replace_file(path, content)
     return path
 
 

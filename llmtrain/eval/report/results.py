@@ -19,6 +19,7 @@ from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
 from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
 from llmtrain.eval.report.metrics import Estimate, Metrics, is_share
 
+RESULTS = "results.json"
 DOCUMENTS = "documents"
 """The folder, beside results.json, of what is kept of every document."""
 _LISTED = 100
@@ -110,7 +111,7 @@ def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], 
         (folder / file).parent.mkdir(exist_ok=True)
         write_file(folder / file, encode_lines(result.metrics.per_document))
     written = [
-        write_text(folder / "results.json", json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
+        write_text(folder / RESULTS, json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
         write_text(folder / "results.md", as_markdown(report)),
         write_text(folder / "results.csv", as_csv(report)),
         write_text(folder / "results_long.csv", as_long_csv(report)),
@@ -311,11 +312,10 @@ def draw(report: Report, path: Path) -> Path | None:
     axes.set(ylabel="percent", ylim=(0, 100), title=f"{report.name} ({report.results[0].convention} convention)")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
     plt.close(figure)
-    partial.replace(path)
-    return path
+    return write_file(path, picture.getvalue())
 
 
 def _scores(report: Report, title: str) -> list[float]:

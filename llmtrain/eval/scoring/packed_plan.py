@@ -38,7 +38,7 @@ class PackedPlan:
 
 
 def pack_rows(rows: Rows, capacity: int) -> Iterator[list[Segment]]:
-    """ContextParallelRanks of one forward pass after the other, lazily.
+    """Segments of one forward pass after the other, lazily.
 
     capacity: tokens per pass, exceeded only by a single row that is longer.
     """

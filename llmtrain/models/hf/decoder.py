@@ -13,7 +13,7 @@ from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import FULL, SLIDING, Refusals
 from llmtrain.models.pattern import Layer, format_pattern
-from llmtrain.models.sections.layers import MLPConfig
+from llmtrain.models.sections.dense import MLPSection
 
 
 class Decoder:
@@ -115,7 +115,7 @@ class Decoder:
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         blocks = self.layer_blocks(config)
         mlp = blocks[0].mlp
-        assert mlp is not None
+        assert isinstance(mlp, MLPSection)
         fields = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
@@ -172,7 +172,7 @@ class Decoder:
 
     def _layer_weights(self, ours: str, theirs: str, block: AttentionBlock, config: ModelConfig) -> list[Weight]:
         """Weights of one layer, in the order of our parameters."""
-        assert block.mlp is not None
+        assert isinstance(block.mlp, MLPSection)
         norms = {
             name: tensors.norm(f"{ours}.{name}", f"{theirs}.{published}", config.d_model, block.norm or config.norm)
             for name, published in self.norms_of(block).items()
@@ -202,7 +202,7 @@ class Decoder:
             by_head=self.qkv_by_head,
         )
 
-    def _mlp_weights(self, ours: str, theirs: str, mlp: MLPConfig, d_model: int) -> list[Weight]:
+    def _mlp_weights(self, ours: str, theirs: str, mlp: MLPSection, d_model: int) -> list[Weight]:
         rows = (2 if mlp.gated else 1) * mlp.d_ff // len(self.mlp_in)
         return [
             *tensors.linear(f"{ours}.w_in", {f"{theirs}.{name}": rows for name in self.mlp_in}, d_model, mlp.bias),

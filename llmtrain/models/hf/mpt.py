@@ -12,6 +12,7 @@ from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.differences import refuse_differences
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import Refusals
+from llmtrain.models.sections.dense import MLPSection
 
 _MAX_BIAS = 8
 
@@ -155,7 +156,7 @@ class Mpt:
         usual = block.spec(d).head_dim * block.n_heads == d
         unless(usual, f"{key}.head_dim", block.head_dim, f"{name} has d_model / n_heads; set head_dim: null")
         mlp = block.mlp
-        if mlp is None or mlp.type != "gelu":
+        if not isinstance(mlp, MLPSection) or mlp.type != "gelu":
             instead = f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}"
             unless(False, f"{key}.mlp", mlp and mlp.type, instead)
             return

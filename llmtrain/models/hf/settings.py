@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
+from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition, YarnScaling
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
@@ -272,8 +273,7 @@ def only_block(
     found = list(used_blocks(config))
     type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
     for name, block in found:
-        instead = f"{architecture} has {type_name} layers"
-        refusals.unless(isinstance(block, kind), f"model.blocks.{name}.type", block.type, instead)
+        _refuse_other_layers(name, block, kind, f"{architecture} has {type_name} layers", architecture, refusals)
     refusals.check(OtherLayersError)
     (first, block), *others = found
     for name, other in others:
@@ -285,13 +285,27 @@ def only_block(
     return f"model.blocks.{first}", block
 
 
+def _refuse_other_layers(
+    name: str,
+    block: Block,
+    kinds: type | tuple[type, ...],
+    instead: str,
+    architecture: str,
+    refusals: Refusals,
+) -> None:
+    """Refuse a block of another type than these, and a feed-forward layer that is not dense."""
+    refusals.unless(isinstance(block, kinds), f"model.blocks.{name}.type", block.type, instead)
+    dense = block.mlp is None or isinstance(block.mlp, MLPSection)
+    found = block.mlp and block.mlp.type
+    refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs; set another type")
+
+
 def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type]) -> list[Any]:
     """The block of each layer, all of these kinds, by type. Raises OtherLayersError for others."""
     refusals = Refusals()
     for layer in dict.fromkeys(config.layer_list()):
         block, instead = config.blocks[layer.block], f"{architecture} has {' and '.join(kinds)} layers"
-        known = isinstance(block, tuple(kinds.values()))
-        refusals.unless(known, f"model.blocks.{layer.block}.type", block.type, instead)
+        _refuse_other_layers(layer.block, block, tuple(kinds.values()), instead, architecture, refusals)
         refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{architecture} has no shared blocks")
     refusals.check(OtherLayersError)
     return [config.blocks[layer.block] for layer in config.layer_list()]

@@ -7,8 +7,8 @@ block's section in the config instead: models/sections/block.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator
-from typing import Any, ClassVar, Self
+from collections.abc import Hashable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops, Work
+from llmtrain.models.layer_part import LayerPart
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.block import BlockSection
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.models.tensor_parallel import TensorRanks
 
 
 class MixerCache(ABC):
@@ -45,19 +44,12 @@ class MixerCache(ABC):
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(LayerPart):
     """x: [batch, T, d_model] -> [batch, T, d_model], causal: a token depends on itself and those before it.
 
     Constructors allocate and do not initialise, so that a model builds on the meta device. `forward` traces under
     torch.compile as one graph, and is right for parameters and inputs in bf16.
     """
-
-    fp32_parameters: ClassVar[Collection[str]] = ()
-    """Names of parameters that stay in fp32 when all others are bf16. They live in submodules that hold no others."""
-    no_decay_parameters: ClassVar[Collection[str]] = ()
-    """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
-    ranks: TensorRanks | None = None
-    """Set by `split`."""
 
     @abstractmethod
     def __init__(
@@ -69,10 +61,6 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor, context: Any) -> Tensor:
         """context: of `prepare`, of `segment_context`, of a cache's `context`, or of `prefix_context`."""
-
-    @abstractmethod
-    def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """FLOP of training on one sequence. See flops/count.py for what `causal` means."""
 
     @property
     def context_key(self) -> Hashable:
@@ -93,14 +81,6 @@ class Mixer(nn.Module, ABC):
         Raises UserError where the block's `segments_refusal` says why.
         """
         raise UserError(f"a mixer of type {type(self).__name__} has no form for sequences that ranks share")
-
-    def split(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the parameters, still on the meta device, and choose kernels for it; `forward` then begins with
-        TensorRanks.enter and ends with its `leave`. Called before `enable_segments`.
-
-        Raises UserError where the block's `tensor_refusal` says why.
-        """
-        raise UserError(f"a mixer of type {type(self).__name__} cannot be divided between ranks")
 
     def segment_context(
         self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
@@ -124,16 +104,6 @@ class Mixer(nn.Module, ABC):
     def prefix_context(self, tree: PrefixTree) -> Any | None:
         """The context of packed requests [1, T] that share prefixes, without gradients; None where prefix_refusal says why."""
         return None
-
-    def saved_ops(self) -> set[str]:
-        """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
-        return set()
-
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        """The part of the forward pass that saved_ops spare the recomputation; linear layers, of which selective checkpointing
-        keeps every second output, are counted elsewhere.
-        """
-        return Work()
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, Mixer]]:

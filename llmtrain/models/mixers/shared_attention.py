@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
-from llmtrain.models.layers import MLP, Linear, LowRank, Norm
+from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.layers import Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 from llmtrain.models.tensor_parallel import Part, TensorRanks
@@ -57,7 +58,7 @@ class SharedAttention(nn.Module):
         self.norm = Norm(block.input_width(config.d_model), norm, platform, dtype)
         self.mixer = Attention(block, config, platform, dtype, documents, residual=False)
         self.mlp_norm = Norm(config.d_model, norm, platform, dtype)
-        self.mlp = MLP(config.d_model, block.mlp, platform, residual=False)
+        self.mlp = MLP(block.mlp, config.d_model, platform, dtype, residual=False)
 
     def split(self, ranks: TensorRanks) -> None:
         """Compute with this rank's heads and channels; the norms read this rank's tokens."""
@@ -73,7 +74,7 @@ class SharedAttention(nn.Module):
         mlp_adapter: LowRank | None,
     ) -> Tensor:
         h = self.mixer(self.norm(torch.cat((x, embedding), dim=-1)), context, qkv_adapter)
-        return self.mlp(self.mlp_norm(h), mlp_adapter)
+        return self.mlp(self.mlp_norm(h), adapter=mlp_adapter)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.mixer.flops(seq_len, causal) + self.mlp.flops(seq_len)

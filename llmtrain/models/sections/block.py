@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from llmtrain.config.base import PositiveFloat, Problem, Section
+from llmtrain.config.base import ByType, PositiveFloat, Problem
 from llmtrain.kernels.registry import Operation, Spec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.layers import MLPConfig, NormConfig
+from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.sections.feed_forward import Divided, ImplementedSection
+from llmtrain.models.sections.layers import NormConfig
 
 
 class Kernel(NamedTuple):
@@ -20,33 +21,19 @@ class Kernel(NamedTuple):
     backend: str
 
 
-class Divided(NamedTuple):
-    """A number of heads, groups or channels that tensor-parallel ranks divide between them.
-
-    repeats: with fewer of them than ranks several ranks have the same one.
-    """
-
-    name: str
-    count: int
-    repeats: bool = False
-
-    def fits(self, ranks: int) -> bool:
-        return self.count % ranks == 0 or (self.repeats and ranks % self.count == 0)
+MLP = Annotated[MLPSection, ByType("swiglu")]
+"""Sections of feed-forward layers, of which a block has one as its `mlp`."""
 
 
-class BlockSection(Section):
-    """One named block of the model. A subclass adds `type: Literal[...]` and its own settings.
+class BlockSection(ImplementedSection):
+    """One named block of the model. A subclass adds `type: Literal[...]` and its own settings; implementation: of the Mixer."""
 
-    implementation: "module:Class" of the block's Mixer, imported when a model is built.
-    """
-
-    implementation: ClassVar[str]
     without_function: ClassVar[tuple[str, ...]] = ("type", "backend")
     """Fields that change nothing of what is computed from given weights."""
 
     norm: NormConfig | None = None
     """Default: model.norm."""
-    mlp: MLPConfig | None = None
+    mlp: MLP | None = None
     parallel: bool = False
     """Mixer and MLP read the same input, each through its own norm, rather than the MLP the mixer's result (GPT-NeoX)."""
     residual_multiplier: PositiveFloat = 1.0
@@ -66,10 +53,6 @@ class BlockSection(Section):
     def parts(self) -> Iterator[tuple[str, BlockSection]]:
         """(Path from the block, section) of each section that has a kernel of its own."""
         yield "", self
-
-    def load_implementation(self) -> Any:
-        module, _, name = self.implementation.partition(":")
-        return getattr(importlib.import_module(module), name)
 
     def input_width(self, d_model: int) -> int:
         """Channels that the block's norm reads."""
@@ -99,16 +82,20 @@ class BlockSection(Section):
 
         documents: as HybridLM's. Default: the mixer has no form for a part of a sequence.
         """
-        return f"a block of type {getattr(self, 'type')} reads whole sequences; use train.parallel.context: 1"  # noqa: B009
+        return f"a block of type {self.type_name} reads whole sequences; use train.parallel.context: 1"
 
     def divided(self, d_model: int) -> list[Divided] | None:
         """Heads and groups of the mixer that tensor-parallel ranks divide (train.parallel.tensor). Default: None, it cannot be."""
         return None
 
-    def divided_by_layer(self, d_model: int) -> list[Divided] | None:
-        """The same of the whole layer."""
-        mixer = self.divided(d_model)
-        return mixer if mixer is None or self.mlp is None else [*mixer, Divided("mlp.d_ff", self.mlp.d_ff)]
+    def divided_by_layer(self, d_model: int) -> list[Divided] | str:
+        """The same of the whole layer, or the reason why it cannot be divided."""
+        mixer, mlp = self.divided(d_model), [] if self.mlp is None else self.mlp.divided(d_model)
+        if mixer is None:
+            return f"its type, {self.type_name}, cannot be divided between ranks"
+        if self.mlp is not None and mlp is None:
+            return f"its mlp, of type {self.mlp.type}, cannot be divided between ranks"
+        return [*mixer, *(mlp or ())]
 
     def gathered_bytes(self, d_model: int, width: int, seq_len: int, context: int) -> float:
         """Bytes that a rank receives, per sequence, from the others of `context` ranks that share it (train.parallel.context), in
@@ -136,12 +123,12 @@ class BlockSection(Section):
 
     def describe(self, d_model: int) -> str:
         """The mixer in one line of `llmtrain describe`."""
-        return str(getattr(self, "type"))  # noqa: B009 (each subclass declares it as its own Literal)
+        return self.type_name
 
-    def describe_wiring(self, norm: NormConfig) -> str:
+    def describe_wiring(self, d_model: int, norm: NormConfig) -> str:
         """Description of what surrounds the mixer, for the same line. norm: model.norm."""
         place = (self.norm or norm).place
-        parts = [f"; {self.mlp.type} MLP {self.mlp.d_ff}"] if self.mlp else []
+        parts = [f"; {self.mlp.describe(d_model)}"] if self.mlp else []
         parts += ["; parallel"] if self.parallel else []
         parts += [f"; norms {'on both sides' if place == 'both' else place}"] if place != "before" else []
         parts += [f"; residual x {self.residual_multiplier:g}"] if self.residual_multiplier != 1 else []

@@ -1,4 +1,4 @@
-"""The sections of the small parts of blocks: norms, feed-forward layers, positions inside attention. No torch here."""
+"""The sections of the small parts of blocks: norms, positions inside attention. No torch here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import PositiveFloat, PositiveInt, Problem, Section, Width, free
+from llmtrain.config.base import PositiveFloat, PositiveInt, Problem, Section, free
 from llmtrain.kernels.norm.spec import NormSpec
-from llmtrain.models.costs import SavedBytes
 
 NormBackend = Literal["auto", "reference", "triton"]
 
@@ -43,30 +42,6 @@ class NormConfig(Section):
     def spec(self, dim: int, dtype: str = "bfloat16") -> NormSpec:
         """The kernel's view of a norm over `dim` channels."""
         return NormSpec(dim, self.type, self.bias, self.eps, dtype)
-
-
-class MLPConfig(Section):
-    """Feed-forward layer of two matrices (`gelu`, `gelu_tanh`, `relu2`) or gated, of three (`swiglu`, `geglu`, `geglu_tanh`)."""
-
-    type: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
-    """`_tanh` is the approximation of GELU by tanh (arXiv:1606.08415); relu2 is relu(x)^2 (Primer, arXiv:2109.08668)."""
-    d_ff: Width
-    """Hidden width."""
-    bias: bool = False
-    activation_multiplier: PositiveFloat = 1.0
-    """Factor of the activation's input: in a gated MLP, of the gate."""
-    out_multiplier: PositiveFloat = 1.0
-    """Factor of the output."""
-
-    @property
-    def gated(self) -> bool:
-        return self.type in ("swiglu", "geglu", "geglu_tanh")
-
-    def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
-        """See BlockSection.saved_bytes."""
-        up = 2 * self.d_ff if self.gated else self.d_ff
-        # Input and output of the norm, the first projection's output, and the second's input.
-        return SavedBytes(width * (2 * d_model + up + self.d_ff), width * up)
 
 
 class NoPosition(Section):

@@ -10,7 +10,7 @@ from pydantic import Field
 from llmtrain.config.base import Problem, Width
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.attention import AttentionSection
-from llmtrain.models.sections.layers import MLPConfig
+from llmtrain.models.sections.dense import MLPSection
 
 
 class SharedAttentionBlock(AttentionSection):
@@ -26,7 +26,7 @@ class SharedAttentionBlock(AttentionSection):
     type: Literal["shared_attention"]
     n_shared: Width = 1
     """Copies of the block, used in turn (ABAB)."""
-    mlp: MLPConfig = Field()
+    mlp: MLPSection = Field()
     adapter_rank: Width | None = None
     """Rank of each invocation's low-rank adapter on the MLP's first projection."""
     attn_adapter_rank: Width | None = None

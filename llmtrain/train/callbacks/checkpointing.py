@@ -1,4 +1,4 @@
-"""Checkpoints at intervals, after the last step, and at SIGTERM."""
+"""Checkpoints at intervals, after the last step, and at SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmtrain.train.faults.rewind import Rewind
 class Checkpointing(Callback):
     """Writes a checkpoint every `interval` steps, after step `also`, and after the last one, for which it waits.
 
-    After a SIGTERM it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails. rewind: goes back
-    before a step is saved.
+    After a SIGTERM or Ctrl-C it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
+    rewind: goes back before a step is saved.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Checkpointing(Callback):
         if last or preempted:
             self.saver.finish()
         if preempted and not last:
-            raise Preempted(step, self.saver.root / folder_name(step))
+            raise Preempted(step, self.saver.root / folder_name(step), self.preemption.number)
 
     def save(self, state: State) -> None:
         clock = state.timestamp.state_dict()

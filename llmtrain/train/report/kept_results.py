@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.local import folder_name, step_of
-from llmtrain.eval.report.results import DOCUMENTS, Report, write_results
+from llmtrain.eval.report.results import DOCUMENTS, RESULTS, Report, write_results
 from llmtrain.logs import run_log
 
 
@@ -27,7 +27,8 @@ class KeptResults:
         try:
             write_results(report, folder, settings=self.settings, picture=False)
             for old in self._older(step):
-                shutil.rmtree(old / DOCUMENTS, ignore_errors=True)
+                if (old / RESULTS).is_file():  # or it is none of ours
+                    shutil.rmtree(old / DOCUMENTS, ignore_errors=True)
         except OSError as error:
             run_log.warning(f"WARNING: {folder} cannot be written: {error}. Training goes on without it")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ import numpy as np
 from composer.core import State
 from composer.loggers import Logger
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
 from llmtrain.train.report.curves import (
     TRAINING_LOSS,
@@ -71,9 +72,9 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small" if len(streams) > 5 else None, ncols=1 + len(streams) // 10)
     path = folder / "loss.png"
-    partial = folder / ".loss.png.partial"
-    figure.savefig(partial, dpi=120, format="png")
-    os.replace(partial, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    replace_file(path, picture.getvalue())
     return path
 
 

@@ -27,11 +27,11 @@ SAVE, OTHER_SAVE = "0000-a", "0000-b"
 def make(root: Path, step: int, save_id: str = SAVE) -> Path:
     folder = root / local.folder_name(step)
     folder.mkdir(parents=True)
-    (folder / "notes.bin").write_bytes(bytes(range(256)) * 40)
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
     with TensorFile(folder / "tensors.safetensors", [Entry("a", torch.float32, (100,))], {"save_id": save_id}) as shard:
         shard.append(torch.arange(100.0))
-    notes: FileRecord = {"bytes": 10240, "xxh3_128": manifests.hash_file(folder / "notes.bin")}
-    files = {"notes.bin": notes, "tensors.safetensors": shard.record}
+    notes: FileRecord = {"bytes": 10240, "xxh3_128": manifests.hash_file(folder / "__0_0.distcp")}
+    files = {"__0_0.distcp": notes, "tensors.safetensors": shard.record}
     manifests.write(
         folder,
         Manifest(save_id=save_id, step=step, tokens=8, config={}, clock={}, data={}, versions={}, files=files),
@@ -66,7 +66,7 @@ def test_what_is_written_is_read(tmp_path):
     told: list[int] = []
     manifests.verify(folder, manifest, told.append)
     assert sum(told) == manifest.nbytes
-    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "notes.bin", "tensors.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["__0_0.distcp", "manifest.json", "tensors.safetensors"]
 
 
 DAMAGE = {
@@ -106,17 +106,17 @@ DAMAGE = {
     ),
     "a huge manifest": (lambda folder: os.truncate(folder / "manifest.json", 2**40), "has more than"),
     "a pipe": (
-        lambda folder: ((folder / "notes.bin").unlink(), os.mkfifo(folder / "notes.bin")),
-        "notes.bin is not a regular file",
+        lambda folder: ((folder / "__0_0.distcp").unlink(), os.mkfifo(folder / "__0_0.distcp")),
+        "__0_0.distcp is not a regular file",
     ),
     "a broken link": (
-        lambda folder: ((folder / "notes.bin").unlink(), (folder / "notes.bin").symlink_to("gone")),
-        "notes.bin is not a regular file",
+        lambda folder: ((folder / "__0_0.distcp").unlink(), (folder / "__0_0.distcp").symlink_to("gone")),
+        "__0_0.distcp is not a regular file",
     ),
-    "missing file": (lambda folder: (folder / "notes.bin").unlink(), "incomplete: notes.bin is missing"),
+    "missing file": (lambda folder: (folder / "__0_0.distcp").unlink(), "incomplete: __0_0.distcp is missing"),
     "truncated file": (
-        lambda folder: (folder / "notes.bin").write_bytes(b"1234"),
-        "notes.bin has 4 bytes, not 10240",
+        lambda folder: (folder / "__0_0.distcp").write_bytes(b"1234"),
+        "__0_0.distcp has 4 bytes, not 10240",
     ),
     "truncated shard": (
         lambda folder: os.truncate(folder / "tensors.safetensors", 300),

@@ -11,6 +11,7 @@ import pytest
 
 from llmtrain.checkpoint import local
 from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.retention import Retention
 from tests.unit.checkpoint.test_manifest import make, rewrite
@@ -78,7 +79,29 @@ def test_a_file_that_has_the_name_of_a_checkpoint_is_kept_aside_and_loses_no_sav
     manifests.verify(final, manifests.read(final))
     [kept] = root.glob("step-00000005.file-*")
     assert kept.is_symlink() if broken_link else kept.read_text() == "mine"
-    assert sorted(root.iterdir()) == [final, kept]
+    theirs = final.with_name(final.name + local.REPLACED)
+    assert sorted(root.iterdir()) == [final, kept, theirs]
+
+
+@pytest.mark.parametrize(
+    "suffix", ["", local.PARTIAL, local.DELETED, local.REPLACED, local.DOWNLOADING, ".deleted.deleted"]
+)
+def test_nothing_deletes_a_folder_of_this_name_that_holds_no_checkpoint(tmp_path, suffix):
+    theirs = tmp_path / f"step-00000002{suffix}"
+    theirs.mkdir()
+    (theirs / "thesis").write_text("1")
+    for step in (3, 4):
+        make(tmp_path, step)
+    local.recover(tmp_path)
+    Repository(tmp_path).prune(Retention(last=1))
+    local.replace(make(tmp_path / "elsewhere", 4, "again"), tmp_path / "step-00000004")
+    assert (theirs / "thesis").exists()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [theirs.name, "step-00000004"]
+    local.clear(theirs, make=True)  # a save needs the name
+    [kept] = tmp_path.glob(f"{theirs.name}.file-*/thesis")
+    assert kept.read_text() == "1"
+    with pytest.raises(CheckpointError, match="thesis"):
+        local.LocalCheckpoint(kept.parent).delete()
 
 
 @pytest.mark.parametrize("moment", range(6))
@@ -113,7 +136,7 @@ def test_a_damaged_checkpoint_among_the_newest_is_left_to_be_examined(tmp_path):
     for step in (1, 2, 3, 4, 5):
         make(tmp_path, step)
     for step in (1, 4):
-        (tmp_path / local.folder_name(step) / "notes.bin").unlink()
+        (tmp_path / local.folder_name(step) / "__0_0.distcp").unlink()
     assert steps_after(tmp_path, Retention(last=2)) == [3, 4, 5]
 
 
@@ -121,7 +144,7 @@ def test_damaged_checkpoints_do_not_push_out_the_last_good_one(tmp_path):
     for step in (1, 2, 3, 4, 5):
         make(tmp_path, step)
     for step in (1, 4, 5):
-        (tmp_path / local.folder_name(step) / "notes.bin").unlink()
+        (tmp_path / local.folder_name(step) / "__0_0.distcp").unlink()
     assert steps_after(tmp_path, Retention(last=1)) == [3, 4, 5]
     for step in (4, 5):
         (tmp_path / local.folder_name(step) / "manifest.json").unlink()
@@ -130,7 +153,7 @@ def test_damaged_checkpoints_do_not_push_out_the_last_good_one(tmp_path):
 
 def test_where_nothing_is_good_nothing_is_deleted(tmp_path):
     for step in (1, 2):
-        (make(tmp_path, step) / "notes.bin").unlink()
+        (make(tmp_path, step) / "__0_0.distcp").unlink()
     assert steps_after(tmp_path, Retention(last=1)) == [1, 2]
 
 

@@ -79,7 +79,7 @@ def test_the_store_keeps_what_keep_says(root, bucket):
         upload(bucket, root / local.folder_name(step))
     bucket.delete("step-00000001/manifest.json")  # a deletion that was cut off
     s8 = make_checkpoint(root, 8)
-    bucket.delete("step-00000007/shard-0.bin")  # damaged there: it does not count as kept
+    bucket.delete("step-00000007/__0_0.distcp")  # damaged there: it does not count as kept
     shutil.rmtree(root / "step-00000007")
     uploader, _ = started(bucket, root, keep)
     assert uploader.close()
@@ -189,10 +189,10 @@ def test_the_newest_of_both_wins(root, bucket, tmp_path):
 def test_what_is_damaged_here_is_fetched_again(root, bucket):
     folder = make_checkpoint(root, 5)
     upload(bucket, folder)
-    flip(folder / "shard-1.bin")
+    flip(folder / "__0_1.distcp")
     assert bring(bucket.url, root, verify=False) == (None, [])
     found, said = bring(bucket.url, root)
-    assert found == folder and "shard-1.bin is not what was written" in said[0]
+    assert found == folder and "__0_1.distcp is not what was written" in said[0]
     manifests.verify(folder, manifests.read(folder))
     assert (root / "step-00000005.damaged").is_dir()
     assert [path.name for path in local.folders(root)] == ["step-00000005"]
@@ -201,13 +201,13 @@ def test_what_is_damaged_here_is_fetched_again(root, bucket):
 def test_what_is_damaged_there_is_named_and_the_one_before_is_taken(s3: S3, prefix, root, tmp_path):
     for step in (1, 2, 3):
         upload(s3.bucket(prefix), make_checkpoint(tmp_path / "elsewhere", step))
-    s3.flip(f"{prefix}/step-00000003/shard-2.bin")
-    s3.client.delete_object(Bucket="checkpoints", Key=f"{prefix}/step-00000002/shard-0.bin")
+    s3.flip(f"{prefix}/step-00000003/__0_2.distcp")
+    s3.client.delete_object(Bucket="checkpoints", Key=f"{prefix}/step-00000002/__0_0.distcp")
     url = s3.bucket(prefix).url
     found, said = bring(url, root, launch="a")
     assert found == root / "step-00000001"
-    assert "step-00000003 is damaged: shard-2.bin is not what was written" in " ".join(said)
-    assert "step-00000002 is incomplete: shard-0.bin is missing" in " ".join(said)
+    assert "step-00000003 is damaged: __0_2.distcp is not what was written" in " ".join(said)
+    assert "step-00000002 is incomplete: __0_0.distcp is missing" in " ".join(said)
     assert bring(url, root, launch="a") == (None, [])  # another rank of this start
     assert bring(url, root, launch="b")[0] is None  # another start looks again
     with pytest.raises(StoreError, match=r"checkpoint\.remote=null"):

@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
-from llmtrain.config.output_folder import OutputError, atomic_folder, require_space, unwritable_reason
+from llmtrain.config.output_folder import (
+    MARKER,
+    OutputError,
+    atomic_folder,
+    make_marked,
+    publish_folder,
+    require_space,
+    unwritable_reason,
+    working_folder,
+)
 from llmtrain.progress import format_bytes
 
 Usage = namedtuple("Usage", "total used free")
@@ -49,7 +59,7 @@ def test_an_interruption_leaves_nothing_and_the_next_attempt_replaces_what_a_kil
     with pytest.raises(error):
         attempt(True)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "out.partial").mkdir()
+    make_marked(tmp_path / "out.partial")
     (tmp_path / "out.partial" / "half").touch()
     attempt(False)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "fails=False"]
@@ -68,11 +78,75 @@ def test_nothing_is_overwritten(tmp_path):
         pytest.fail("entered")
 
 
+def make_and_replace(out: Path, name: str) -> None:
+    partial = working_folder(out)
+    make_marked(partial)
+    (partial / name).touch()
+    publish_folder(partial, out, replace=True)
+
+
 def test_what_is_there_can_be_replaced(tmp_path):
-    for name in ("first", "second"):
-        with atomic_folder(tmp_path / "out", replace=True) as partial:
-            (partial / name).touch()
+    make_and_replace(tmp_path / "out", "first")
+    make_and_replace(tmp_path / "out", "second")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "second"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "empty folder", "file", "link", "dead link", "another's mark"])
+@pytest.mark.parametrize("suffix", [".partial", ".old", ".partial-2", ".old-2"])
+@pytest.mark.parametrize("replace", [True, False])
+def test_leaves_what_others_put_beside_the_output(tmp_path, kind, suffix, replace):
+    folder, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis").write_text("1")
+    folder.mkdir()
+    make_and_replace(folder / "out", "first")
+    beside = folder / f"out{suffix}"
+    if "link" in kind:
+        beside.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    elif kind == "file":
+        beside.write_text("thesis")
+    else:
+        beside.mkdir()
+        if kind == "another's mark":
+            make_marked(folder / "other")
+            shutil.move(folder / "other" / MARKER, beside)
+            (folder / "other").rmdir()
+        if kind != "empty folder":
+            (beside / "thesis").write_text("1")
+    before = {path: path.lstat().st_mtime_ns for path in (*beside.rglob("*"), beside, elsewhere, elsewhere / "thesis")}
+    if replace:
+        make_and_replace(folder / "out", "second")
+    else:
+        shutil.rmtree(folder / "out")
+        with atomic_folder(folder / "out") as partial:
+            (partial / "second").touch()
+    assert {path: path.lstat().st_mtime_ns for path in before} == before
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["out", beside.name])
+    assert [path.name for path in (folder / "out").iterdir()] == ["second"]
+
+
+def test_removes_what_a_kill_between_two_renames_left(tmp_path):
+    make_marked(tmp_path / "out.old")
+    make_and_replace(tmp_path / "out", "first")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_processes_that_make_one_folder_use_two(tmp_path):
+    with atomic_folder(tmp_path / "out") as first:
+        (first / "a").touch()
+        with atomic_folder(tmp_path / "out") as second:
+            assert second != first
+        assert (first / "a").exists() and not second.exists()
+        (tmp_path / "out").rmdir()
+
+
+def test_a_folder_that_is_gone_on_with_is_found_again(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    first = working_folder(tmp_path / "out")
+    make_marked(first)
+    assert first == working_folder(tmp_path / "out") == tmp_path / "out.partial-2"
+    with pytest.raises(FileExistsError):
+        make_marked(tmp_path / "out.partial")
 
 
 def test_what_came_meanwhile_is_not_overwritten(tmp_path):
@@ -109,9 +183,9 @@ def test_space_is_asked_of_the_disk_that_will_hold_it(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=f"{out} needs 27 GB, but {tmp_path} has 1 GB free"):
         require_space(out, 27 * 10**9)
     out = tmp_path / "out"
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "x").write_bytes(b"1" * 100)  # a stale attempt makes room
-    require_space(out, 10**9 + 100)
+    make_marked(tmp_path / "out.partial")
+    (tmp_path / "out.partial" / "x").write_bytes(b"1" * 1000)  # a stale attempt makes room
+    require_space(out, 10**9 + 1000)
 
 
 @pytest.mark.parametrize(

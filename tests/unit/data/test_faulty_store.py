@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.shards import fetch as shard_fetch
 from llmtrain.schema.data import DataConfig
 from tests.support.folder_store import FolderStore
-from tests.support.segments import released_segments
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch) -> Iterator[None]:
+def environment(monkeypatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setattr(shard_fetch, "_FIRST_WAIT", 0.01)
-    with released_segments():
-        yield
 
 
 def read(store: FolderStore, cache: Path, monkeypatch, **options: Any) -> list[int]:

@@ -7,8 +7,10 @@ import torch
 
 from llmtrain.kernels import platform
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.layers import MLP, Norm
-from llmtrain.models.sections.layers import MLPConfig, NormConfig
+from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.layers import Norm
+from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.sections.layers import NormConfig
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_a_zero_centered_weight_counts_from_1_and_sees_small_steps_in_bf16():
 
 @pytest.mark.parametrize("at_once", [1, 3, 7, 8])
 def test_an_mlp_that_reads_a_part_at_a_time_computes_the_same_and_keeps_nothing_of_its_inside(at_once):
-    mlp = MLP(4, MLPConfig(type="swiglu", d_ff=64, bias=True)).double()
+    mlp = MLP(MLPSection(type="swiglu", d_ff=64, bias=True), 4).double()
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
@@ -71,8 +73,8 @@ def test_an_mlp_that_reads_a_part_at_a_time_computes_the_same_and_keeps_nothing_
     ],
 )
 def test_gated_units_have_our_gradient_in_training_steps_on_nvidia(kind, vendor, multiplier, mode, ours):
-    config = MLPConfig(type=kind, d_ff=8, activation_multiplier=multiplier)
-    mlp: Any = MLP(4, config, Platform(vendor, "sm90", "", 1 << 30, 1))
+    config = MLPSection(type=kind, d_ff=8, activation_multiplier=multiplier)
+    mlp: Any = MLP(config, 4, Platform(vendor, "sm90", "", 1 << 30, 1))
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     with mode():

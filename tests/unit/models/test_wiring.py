@@ -11,9 +11,10 @@ from llmtrain.kernels import platform
 from llmtrain.models.block import Block
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.feed_forward.dense import MLP
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.models.layers import MLP
-from llmtrain.models.sections.layers import MLPConfig, NormConfig
+from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.sections.layers import NormConfig
 
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 2, "mlp": {"type": "relu2", "d_ff": 24}}
 FACTORS = {"activation_multiplier": 0.5, "out_multiplier": 3.0}
@@ -68,8 +69,8 @@ def test_a_layer_is_what_the_settings_say(place, parallel):
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])
 @torch.no_grad()
 def test_factors_of_an_mlp(kind):
-    section = MLPConfig(type=kind, d_ff=24, bias=True)
-    plain, scaled = (MLP(16, s) for s in (section, section.model_copy(update=FACTORS)))
+    section = MLPSection(type=kind, d_ff=24, bias=True)
+    plain, scaled = (MLP(s, 16) for s in (section, section.model_copy(update=FACTORS)))
     for parameter in scaled.parameters():
         parameter.normal_()
     plain.load_state_dict(scaled.state_dict())
@@ -131,8 +132,8 @@ def test_it_is_described_and_its_memory_estimated():
         for block, norm in (({}, {}), ({"parallel": True, "residual_multiplier": 0.5}, {"place": "both"}))
     )
     norms = NormConfig(place="both")
-    assert wired.describe_wiring(norms) == "; relu2 MLP 24; parallel; norms on both sides; residual x 0.5"
-    assert plain.describe_wiring(NormConfig()) == "; relu2 MLP 24"
+    assert wired.describe_wiring(16, norms) == "; relu2 MLP 24; parallel; norms on both sides; residual x 0.5"
+    assert plain.describe_wiring(16, NormConfig()) == "; relu2 MLP 24"
     more = wired.saved_by_layer(16, 2, norms).everything - plain.saved_by_layer(16, 2, NormConfig()).everything
     assert more == 2 * 16 * 2  # the inputs of two norms more, in bf16
     window = {"sliding_window": 5, "softcap": 9.0, "qk_norm": "head", "position": {"type": "rotary", "fraction": 0.5}}

@@ -111,9 +111,9 @@ def test_files_that_are_there_are_not_sent_again(s3: S3, prefix, tmp_path):
     records = manifests.read(folder).files
     bucket = s3.bucket(prefix)
     with contextlib.ExitStack() as stack:
-        files = {f"shard-{i}.bin": stack.enter_context((folder / f"shard-{i}.bin").open("rb")) for i in range(3)}
+        files = {f"__0_{i}.distcp": stack.enter_context((folder / f"__0_{i}.distcp").open("rb")) for i in range(3)}
         uploads.send(bucket, f"{folder.name}/", files, records, lambda size: None)
-    rest = sum(records[f"shard-{i}.bin"]["bytes"] for i in (3, 4)) + (folder / "manifest.json").stat().st_size
+    rest = sum(records[f"__0_{i}.distcp"]["bytes"] for i in (3, 4)) + (folder / "manifest.json").stat().st_size
     assert upload(bucket, folder).sent == rest
 
 
@@ -153,8 +153,8 @@ def test_another_save_of_a_step_replaces_it(s3: S3, prefix, tmp_path):
 def test_a_file_damaged_on_this_disk_is_not_uploaded(s3: S3, prefix, tmp_path):
     for nbytes in (1000, 3 * PART):
         folder = make_checkpoint(tmp_path / str(nbytes), 7, nbytes=nbytes)
-        flip(folder / "shard-2.bin")
-        with pytest.raises(CheckpointError, match=r"shard-2\.bin is damaged on this disk"):
+        flip(folder / "__0_2.distcp")
+        with pytest.raises(CheckpointError, match=r"__0_2.distcp is damaged on this disk"):
             upload(s3.bucket(prefix, part_bytes=PART), folder)
         assert all(found.partial for found in list_stored(s3.bucket(prefix)))
 
@@ -162,11 +162,11 @@ def test_a_file_damaged_on_this_disk_is_not_uploaded(s3: S3, prefix, tmp_path):
 def test_a_damaged_object_is_named_and_refused(s3: S3, prefix, tmp_path):
     bucket = s3.bucket(prefix)
     upload(bucket, make_checkpoint(tmp_path / "here", 7))
-    s3.flip(f"{prefix}/step-00000007/shard-3.bin")
+    s3.flip(f"{prefix}/step-00000007/__0_3.distcp")
     [found] = list_stored(bucket)
     assert found.manifest is not None  # its size is right
     for look in (StoredCheckpoint.verify, lambda checkpoint: checkpoint.download(tmp_path / "there")):
-        with pytest.raises(CheckpointError, match=r"step-00000007 is damaged: shard-3\.bin is not what was written"):
+        with pytest.raises(CheckpointError, match=r"step-00000007 is damaged: __0_3.distcp is not what was written"):
             look(found)
     assert not (tmp_path / "there" / "step-00000007").exists()
     s3.flip(f"{prefix}/step-00000007/manifest.json")
@@ -195,9 +195,9 @@ def test_a_download_that_was_cut_off_keeps_the_files_it_has(s3: S3, prefix, tmp_
         there = tmp_path / "there" / "step-00000007.downloading"
         there.mkdir(parents=True)
         for i in range(4):
-            (there / f"shard-{i}.bin").write_bytes((folder / f"shard-{i}.bin").read_bytes())
-        flip(there / "shard-1.bin")
-        (there / "stranger").touch()
+            (there / f"__0_{i}.distcp").write_bytes((folder / f"__0_{i}.distcp").read_bytes())
+        flip(there / "__0_1.distcp")
+        (there / "tensors-00009.safetensors").touch()
         before = proxy.requests
         assert same_files(folder, found.download(tmp_path / "there"))
         assert proxy.requests - before <= 3  # two files, and the manifest

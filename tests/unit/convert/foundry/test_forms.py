@@ -278,9 +278,26 @@ class TestHuggingFace:
         assert made.sections["model"]["d_model"] == "???" and yaml.load(made.text, Loader) == made.sections
         assert "config.json" in left(made)["model.pretrained_model_name_or_path"]
 
-    def test_pretrained_weights_name_the_command(self, tmp_path):
-        made = self.migrated(tmp_path, pretrained_model_name_or_path="gpt2", pretrained=True)
-        assert "llmtrain import gpt2 OUT" in left(made)["model.pretrained"]
+    def test_every_type_that_is_imported_is_read(self, tmp_path):
+        config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 99}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        made = self.migrated(tmp_path, pretrained_model_name_or_path=str(tmp_path))
+        model = made.sections["model"]
+        assert left(made) == {} and model["layers"] == "attn*2" and model["blocks"]["attn"]["qk_norm"]
+        assert model["init"] == {"std": 0.02, "scale_residual": False}
+
+    def test_a_type_that_cannot_be_expressed_names_its_setting(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+        made = self.migrated(tmp_path, pretrained_model_name_or_path=str(tmp_path))
+        assert "num_local_experts" in left(made)["model.pretrained_model_name_or_path"]
+
+    @pytest.mark.parametrize(
+        ("name", "text"), [("llama-3-8b", "llmtrain import llama-3-8b OUT"), ("gpt2", "type gpt2")]
+    )
+    def test_pretrained_weights_name_the_command_or_why_there_is_none(self, name, text, tmp_path):
+        made = self.migrated(tmp_path, pretrained_model_name_or_path=name, pretrained=True)
+        assert text in left(made)["model.pretrained"]
 
 
 class TestData:

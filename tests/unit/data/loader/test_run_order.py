@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from llmtrain.data.loader.run_order import RunOrder
 from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.schema.data import DataConfig
-from tests.support.segments import released_segments
 
 SIZES = {"a": 130, "b": 70, "c": 41}
 PROPORTIONS = {"a": 0.5, "b": 0.2, "c": 0.3}
@@ -29,12 +27,6 @@ MIXTURE: dict[str, Any] = {
         {"proportions": {"a": 0.2, "b": 0.2, "c": 0.6}},
     ]
 }
-
-
-@pytest.fixture(autouse=True)
-def segments() -> Iterator[None]:
-    with released_segments():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +60,7 @@ def test_the_order_of_three_epochs_is_the_loaders(folders, proportions, options)
     data = config(folders, proportions, **options)
     loader = build_train_loader(data, global_batch_size=24)
     expected = [sorted(batch["sample_ids"].tolist()) for _ in range(3) for batch in loader]
-    indexes = [read_index(stream.folder) for stream in loader.dataset.streams]  # pyright: ignore[reportAttributeAccessIssue]
+    indexes = [read_index(stream.folder) for stream in loader.dataset.streams]
     order = RunOrder(data, 24, [index for index in indexes if index])
     assert np.sort(order.ids(range(len(expected))), axis=1).tolist() == expected
     assert order.ids(range(5, 5)).shape == (0, 24)

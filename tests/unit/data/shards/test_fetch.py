@@ -127,8 +127,8 @@ def test_those_that_want_a_shard_at_the_same_time_fetch_it_once(tmp_path):
 
 
 def test_an_index_that_is_cut_off_is_fetched_anew(tmp_path):
-    fetcher(tmp_path, Store(b'{"version": 2, "sha', b"", b'{"version": 2, "shards": []}')).fetch_index()
-    assert files(tmp_path) == ["index.json"]
+    fetcher(tmp_path, Store(b'{"version": 2, "sha', b"", b'{"version": 2, "shards": []}')).fetch_index("s3://far")
+    assert files(tmp_path) == [".llmtrain-remote", "index.json"]
     with pytest.raises(ShardError, match=r"index\.json could not be downloaded in 4 attempts"):
-        fetcher(tmp_path / "other", Store(b"<html>")).fetch_index()
+        fetcher(tmp_path / "other", Store(b"<html>")).fetch_index("s3://far")
     assert files(tmp_path / "other") == []

@@ -26,11 +26,11 @@ from llmtrain.models.hf.llama import FAMILY as LLAMA
 from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
 from llmtrain.models.hf.mpt import FAMILY as MPT
 from llmtrain.models.hf.zamba2 import FAMILY as ZAMBA2
+from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.layers import (
     AlibiPosition,
     LinearScaling,
     Llama3Scaling,
-    MLPConfig,
     NormConfig,
     RotaryPosition,
     YarnScaling,
@@ -304,7 +304,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "zero_centered": [True, False],
         "place": ["before", "after", "both"],
     },
-    MLPConfig: {
+    MLPSection: {
         "type": ["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"],
         "d_ff": [44],
         "bias": [True, False],

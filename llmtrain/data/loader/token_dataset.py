@@ -1,0 +1,138 @@
+"""The training samples of one rank, epoch by epoch, from any position."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from streaming.base.world import World
+from torch.utils.data import IterableDataset
+
+from llmtrain.data.loader.cached_stream import CachedStream
+from llmtrain.data.loader.mixture import seekable_order
+from llmtrain.data.loader.order import SampleOrder
+from llmtrain.data.loader.read_ahead import ReadAhead
+from llmtrain.data.loader.streaming_order import StreamingOrder
+from llmtrain.data.loader.token_samples import TokenSamples
+from llmtrain.data.loader.worker_errors import or_failures
+from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
+from llmtrain.data.shards.checks import require_epoch
+from llmtrain.schema.data import DataConfig
+
+_PREDOWNLOAD_BATCHES = 8
+"""Batches of a rank that are fetched ahead where the config does not say how many samples are."""
+
+
+class TokenDataset(TokenSamples, IterableDataset):
+    """This rank's samples of an epoch at each `iter`, in the config's order.
+
+    Where it is in the data is known by itself alone: a copy of it in a loader process counts the epochs that it begins, as the
+    training process does (`begin_epoch`), so that they need no memory in common.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        streams: Sequence[CachedStream],
+        *,
+        global_batch_size: int,
+        vocab_size: int | None = None,
+        replication: int = 1,
+    ) -> None:
+        """replication: consecutive ranks that read the same samples. Raises ShardError if the data has less than one global batch,
+        and as TokenSamples does."""
+        readers = max(data.num_workers, 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        super().__init__(
+            streams, seq_len=data.seq_len, vocab_size=vocab_size, cache_limit=data.cache_limit, readers=readers
+        )
+        self._data, self._global_batch = data, global_batch_size
+        world = World.detect()
+        self._world = world.replicate(replication) if replication > 1 else world
+        self._ahead = data.predownload or _PREDOWNLOAD_BATCHES * (global_batch_size // self._world.num_ranks)
+        self.epoch_size = require_epoch(data, self.samples_per_stream.tolist(), global_batch_size)
+        self._streaming = None
+        if data.chosen_order == "streaming":
+            self._streaming = StreamingOrder(data, self.shard_sizes(), self.epoch_size, global_batch_size)
+        self._position = self._following = (0, 0)
+        self._initial_nodes = self._world.num_nodes
+        self.epoch_finished = False
+        """Set by TrainLoader after an epoch's last batch."""
+        self.loaded = 0
+        """Number of positions that were loaded."""
+
+    def __len__(self) -> int:
+        """Samples of this rank in an epoch."""
+        return self.epoch_size // self._world.num_ranks
+
+    @functools.cached_property
+    def order(self) -> SampleOrder | None:
+        """The order of samples; None for StreamingDataset's, which is a list of an epoch."""
+        if self._streaming is not None:
+            return None
+        return seekable_order(self._data, self._global_batch, self.shard_sizes())
+
+    def begin_epoch(self) -> tuple[int, int]:
+        """Go on to the next epoch, or to what is left of the one that was loaded. Returns (epoch, samples of it that all ranks
+        have read)."""
+        self._position = self._following
+        self._following = (self._position[0] + 1, 0)
+        return self._position
+
+    def __iter__(self) -> Iterator[Any]:
+        """This process's samples of the next epoch, through `or_failures`."""
+        return or_failures(self._samples(*self.begin_epoch()))
+
+    def _samples(self, epoch: int, done: int) -> Iterator[dict[str, Any]]:
+        work = self._work(epoch, done)
+        if not any(stream.is_made for stream in self.streams):
+            for number in range(len(work)):
+                yield self.get_item(work[number])
+            return
+
+        def shards(begin: int, end: int) -> np.ndarray:
+            return self.shards_of(np.array([work[number] for number in range(begin, end)]))
+
+        with ReadAhead(shards, len(work), self._ahead, self.prepare_ahead) as ahead:
+            for number in range(len(work)):
+                ahead.read = number
+                yield self.get_item(work[number])
+
+    def _work(self, epoch: int, done: int) -> WorkerSamples | np.ndarray:
+        """The ids of this process's samples for the rest of an epoch."""
+        world = self._world.detect_workers()
+        if self._streaming is not None:
+            return self._streaming.ids(world, epoch, done)
+        assert self.order is not None
+        reader = Reader(world.rank, world.num_ranks, world.worker_of_rank, world.workers_per_rank)
+        return WorkerSamples(self.order, reader, begin=epoch * self.epoch_size, done=done, size=self.epoch_size)
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """Position in the data, as Composer saves it: num_samples of this epoch are done, counted over all ranks.
+        from_beginning: of the epoch; otherwise, of what a loaded position left of it.
+
+        An epoch begins when the loader is iterated again, so that between two epochs, where Composer counts 0 samples, the
+        position is the one behind the epoch that has ended."""
+        epoch, done = self._position
+        if from_beginning and num_samples == 0 and self.epoch_finished:
+            epoch += 1
+        return {
+            "epoch": epoch,
+            "sample_in_epoch": num_samples if from_beginning else done + num_samples,
+            "num_canonical_nodes": self._data.num_canonical_nodes,
+            "shuffle_seed": self._data.shuffle_seed,
+            "initial_physical_nodes": self._initial_nodes,
+            "order": self._data.order_name,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position at the next `iter`. Positions that StreamingDataset saved hold as well."""
+        epoch = int(state["epoch"])  # -1 of a run that had not begun
+        self._position = self._following = (epoch, int(state["sample_in_epoch"])) if epoch >= 0 else (0, 0)
+        self._initial_nodes = state.get("initial_physical_nodes") or self._world.num_nodes
+        if self._streaming is not None:
+            self._streaming.load(state)
+        self.epoch_finished = False
+        self.loaded += 1

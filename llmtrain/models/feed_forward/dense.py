@@ -1,0 +1,106 @@
+"""The dense feed-forward layer: two matrices, or three with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from llmtrain.kernels.glu.reference import Activation, gelu_tanh
+from llmtrain.kernels.platform import Platform
+from llmtrain.models.context import BlockContext
+from llmtrain.models.costs import Flops
+from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.layers import Linear, LowRank, multiplied
+from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.tensor_parallel import Part, TensorRanks
+
+
+class MLP(FeedForward):
+    """w_out(act(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
+
+    See MLPSection.type, and Shazeer, arXiv:2002.05202. residual: as Linear's.
+    """
+
+    def __init__(
+        self,
+        section: MLPSection,
+        d_model: int,
+        platform: Platform | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        residual: bool = True,
+    ):
+        super().__init__(section, d_model, platform, dtype)
+        self.gated, self.activation = section.gated, _ACTIVATIONS[section.type]
+        self.glu = gated_unit(section.type, platform)
+        self.activation_multiplier, self.out_multiplier = section.activation_multiplier, section.out_multiplier
+        self.parts = [section.d_ff] * (2 if section.gated else 1)  # gate and up
+        self.d_in = sum(self.parts)
+        self.w_in = Linear(d_model, self.d_in, section.bias, parts=self.parts)
+        self.w_out = Linear(section.d_ff, d_model, section.bias, residual=residual)
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Compute with this rank's channels."""
+        self.ranks = ranks
+        self.w_in.split_output(ranks, [Part(width) for width in self.parts])
+        self.w_out.split_input(ranks, Part(self.parts[0]))
+
+    def forward(self, x: Tensor, context: BlockContext | None = None, adapter: LowRank | None = None) -> Tensor:
+        """adapter: adds to w_in's output, [..., d_in].
+
+        With tokens_at_once, parts of x that are computed again in the backward pass.
+        """
+        at_once = self.tokens_at_once
+        if at_once is None or x.shape[1] <= at_once or not torch.is_grad_enabled():
+            return self._compute(x, adapter)
+        again = partial(checkpoint, self._compute, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([cast("Tensor", again(part, adapter)) for part in x.split(at_once, dim=1)], dim=1)
+
+    def _compute(self, x: Tensor, adapter: LowRank | None) -> Tensor:
+        x = x if self.ranks is None else self.ranks.enter(x)
+        h = self.w_in(x)
+        if adapter is not None:
+            h = h + adapter(x)
+        return multiplied(self.w_out(self._activate(h)), self.out_multiplier)
+
+    def _activate(self, h: Tensor) -> Tensor:
+        """[..., d_in] -> [..., d_ff]."""
+        if self.glu is not None and self.activation_multiplier == 1 and torch.is_grad_enabled():
+            return self.glu(h)
+        gate, up = h.chunk(2, dim=-1) if self.gated else (h, None)
+        h = self.activation(multiplied(gate, self.activation_multiplier))
+        return h if up is None else h * up
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": _relu2,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": gelu_tanh,
+}
+"""By MLPSection.type."""
+_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def gated_unit(kind: str, platform: Platform | None) -> Callable[[Tensor], Tensor] | None:
+    """act(gate) * up with our kernel for its gradient, by MLPSection.type; None where there is none: without gates, and where the
+    kernel was not tried."""
+    if kind not in _GATED or platform is None or platform.vendor != "nvidia":
+        return None
+    from llmtrain.kernels.glu.triton import glu  # needs Triton
+
+    return partial(glu, activation=_GATED[kind])

@@ -1,0 +1,69 @@
+"""The contract of what a layer consists of, mixers and feed-forward layers: all that the rest of the program asks of either."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from llmtrain.errors import UserError
+from llmtrain.models.costs import Flops, Work
+from llmtrain.models.tensor_parallel import TensorRanks
+
+
+class LayerPart(nn.Module, ABC):
+    """The base of Mixer and FeedForward.
+
+    Constructors allocate and do not initialise, so that a model builds on the meta device. `forward` traces under
+    torch.compile as one graph, and is right for parameters and inputs in bf16. Buffers begin at zero; checkpoints hold the
+    persistent ones, which are the same on all ranks.
+    """
+
+    fp32_parameters: ClassVar[Collection[str]] = ()
+    """Names of parameters that stay in fp32 when all others are bf16. They live in submodules that hold no others, and that are
+    read, never called: FSDP2 gathers them before the layer runs."""
+    no_decay_parameters: ClassVar[Collection[str]] = ()
+    """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
+    ranks: TensorRanks | None = None
+    """Set by `split`."""
+
+    @abstractmethod
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        """FLOP of training on one sequence. See flops/count.py for what `causal` means."""
+
+    def split(self, ranks: TensorRanks) -> None:
+        """Keep this rank's part of the parameters, still on the meta device, and choose kernels for it; `forward` then begins with
+        TensorRanks.enter and ends with its `leave`.
+
+        Raises UserError where the section's `divided` is None.
+        """
+        raise UserError(f"a layer's part of type {type(self).__name__} cannot be divided between ranks")
+
+    def saved_ops(self) -> set[str]:
+        """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""
+        return set()
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        """The part of the forward pass that saved_ops spare the recomputation; linear layers, of which selective checkpointing
+        keeps every second output, are counted elsewhere.
+        """
+        return Work()
+
+    def inactive_parameters(self) -> int:
+        """Parameters that one token does not meet: those of experts to which it is not sent."""
+        return 0
+
+    def after_step(self) -> None:
+        """Change buffers once per step of training, behind the optimizer's; every rank calls it."""
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Scalars of the step's microbatches, to be logged once per step, before `after_step`: means over the ranks of what each
+        rank returns. The same names in every step."""
+        return {}
+
+
+def parts_of(model: nn.Module) -> Iterator[tuple[str, LayerPart]]:
+    """Every part of a model's layers with its name, shared ones once."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LayerPart))

@@ -1,0 +1,63 @@
+"""The base of the sections of feed-forward layers: what the program asks of one before torch is imported."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar, NamedTuple
+
+from llmtrain.config.base import Section
+from llmtrain.models.costs import SavedBytes
+
+
+class Divided(NamedTuple):
+    """A number of heads, groups or channels that tensor-parallel ranks divide between them.
+
+    repeats: with fewer of them than ranks several ranks have the same one.
+    """
+
+    name: str
+    count: int
+    repeats: bool = False
+
+    def fits(self, ranks: int) -> bool:
+        return self.count % ranks == 0 or (self.repeats and ranks % self.count == 0)
+
+
+class ImplementedSection(Section):
+    """A section with a module of its own, and the `type` that names it, which a subclass declares as its own Literal.
+
+    implementation: "module:Class", imported when a model is built.
+    """
+
+    implementation: ClassVar[str]
+
+    @property
+    def type_name(self) -> str:
+        return getattr(self, "type")  # noqa: B009
+
+    def load_implementation(self) -> Any:
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+class FeedForwardSection(ImplementedSection):
+    """A block's `mlp`. A subclass adds `type: Literal[...]` and its own settings; implementation: of the FeedForward."""
+
+    chunkable: ClassVar[bool] = False
+    """The layer can read a part of a sequence's tokens at a time (train.activation_checkpointing.mlp_tokens)."""
+
+    def divided(self, d_model: int) -> list[Divided] | None:
+        """Numbers that tensor-parallel ranks divide (train.parallel.tensor), by their paths from the block. Default: None, the
+        layer cannot be divided."""
+        return None
+
+    def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
+        """Tensors that training keeps of the layer and its norm, per token, for the memory estimate.
+
+        width: bytes of an activation. Default: input and output of the norm.
+        """
+        return SavedBytes(2 * width * d_model, 0)
+
+    def describe(self, d_model: int) -> str:
+        """The layer in a line of `llmtrain describe`."""
+        return self.type_name
