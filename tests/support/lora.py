@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.adapt.base import Converter
 from llmtrain.config.base import PositiveFloat, Width
@@ -89,15 +89,15 @@ def _adapted(kind: type[Linear]) -> type[Any]:
     return type(f"Adapted{kind.__name__}", (_Adapted, kind), {})
 
 
-class _Adapted(nn.Module):
+class _Adapted(Linear):
     """The first base of an adapted layer's class."""
 
     scale: float
     lora_down: Linear
     lora_up: Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * self.lora_up(self.lora_down(x))  # type: ignore[misc]
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.scale * self.lora_up(self.lora_down(input))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return super().flops(seq_len, causal) + self.lora_down.flops(seq_len) + self.lora_up.flops(seq_len)
