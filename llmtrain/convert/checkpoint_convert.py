@@ -28,6 +28,7 @@ from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.export import SMALL_FILES, export, piece_counts
 from llmtrain.convert.lazy_checkpoint import write_tensors
 from llmtrain.convert.tensor_reader import TensorReader
+from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
 
@@ -92,8 +93,13 @@ def write(content: CheckpointContent, out: Path, *, shards: int | None, progress
         for extra in content.extras:
             copy = shutil.copytree if extra.is_dir() else shutil.copyfile
             copy(extra, partial / extra.name)
+            if extra.name == stored_tokenizer.NAME:
+                files[extra.name] = {
+                    "bytes": extra.stat().st_size,
+                    "xxh3_128": manifests.hash_file(partial / extra.name),
+                }
         manifests.write(partial, Manifest(save_id=save_id, files=files, **content.about))
-    return sum(record["bytes"] for record in files.values()), len(files) - 1  # the index is one of them
+    return sum(record["bytes"] for record in files.values()), sum(name.endswith(".safetensors") for name in files)
 
 
 def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> str:
@@ -126,7 +132,7 @@ def _open_ours(source: str) -> CheckpointContent:
         values = tensors.values
     entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
     about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}
-    extras = [folder / name for name in ("tokenizer", "model.yaml") if (folder / name).exists()]
+    extras = [folder / name for name in ("tokenizer", "model.yaml", stored_tokenizer.NAME) if (folder / name).exists()]
     return CheckpointContent(str(folder), tensors, {n: (e, [n]) for n, e in entries.items()}, values, about, extras)
 
 

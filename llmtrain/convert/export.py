@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.adapt.base import adaptations
-from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
@@ -21,7 +21,7 @@ from llmtrain.convert.checkpoint_weights import CheckpointWeights
 from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.generate.load import checkpoint_adaptations, checkpoint_model_config, checkpoint_tokenizer_path
+from llmtrain.generate.load import checkpoint_adaptations, checkpoint_model_config, checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
@@ -75,7 +75,7 @@ def export(
     folder, manifest = Repository(checkpoint).open()
     config = checkpoint_model_config(folder, manifest)
     family = family_for_model(config)
-    text = load_tokenizer(tokenizer or _find_tokenizer(folder, manifest))
+    text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
     _check_tokenizer(text, config)
     plain = [weight.ours for weight in family.weights(config)]
     changes = adaptations(checkpoint_adaptations(folder, manifest))
@@ -104,13 +104,6 @@ def export(
             _write_index(partial, shards, nbytes)
     dtypes = {entry.dtype for entry in entries}
     return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
-
-
-def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
-    try:
-        return checkpoint_tokenizer_path(folder, manifest)
-    except ValueError as error:
-        raise UserError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:

@@ -63,7 +63,7 @@ from llmtrain.train.ranks.shared_folder import require_shared
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
-from llmtrain.train.resume import continued, require_same_run
+from llmtrain.train.resume import continued, require_same_run, tokenizer_files
 from llmtrain.train.step import GradientSync, Step
 from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.uploads import Uploads
@@ -235,6 +235,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                     interval=max(checkpoint.interval.steps(**length), 1),
                     also=before_decay,
                     rewind=rewind,
+                    more_files=tokenizer_files(config, resumed) if world.is_main else None,
                 ),
             ],
             loggers=build_loggers(config, folder, total_steps),
@@ -320,8 +321,8 @@ def icl_callbacks(config: Config, model: CausalLM, world: World, length: dict[st
     icl = config.eval.icl
     if icl is None:
         return []
+    from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
     from llmtrain.eval.run_config import load_eval_run
-    from llmtrain.generate.load import run_tokenizer_path
     from llmtrain.train.callbacks.evaluation import Evaluation
     from llmtrain.train.report.kept_results import KeptResults
 

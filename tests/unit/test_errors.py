@@ -119,7 +119,7 @@ def test_errors_for_the_user_are_user_errors():
     """A plain ValueError is a fault of a library: none is raised by the package itself."""
     files = [
         *Path(llmtrain.__file__).parent.rglob("*.py"),
-        *(Path(llmtrain.__file__).parents[1] / "benchmarks").glob("*.py"),
+        *(Path(llmtrain.__file__).parents[1] / "benchmarks").rglob("*.py"),
     ]
     assert [file.name for file in files if "raise ValueError" in file.read_text(encoding="utf-8")] == []
 
@@ -129,5 +129,5 @@ def test_every_program_ends_so():
     files = [*root.glob("benchmarks/*.py"), root / "scripts/gpu/moving_checkpoint.py"]
     texts = {file.name: file.read_text(encoding="utf-8") for file in files}
     programs = {name: text for name, text in texts.items() if 'if __name__ == "__main__":' in text}
-    assert len(programs) > 5
+    assert len(programs) >= 3
     assert [name for name, text in programs.items() if not text.endswith(":\n    exit_with(main)\n")] == []

@@ -44,7 +44,7 @@ length; for a length that is no multiple of 128, up to which ours copies tensors
 0.89 times as fast as a public kernel where the nearest cells said 1.07 and, of whole tiles, 1.18."""
 HOST_MS = 0.08
 """Least time that ours must save beside that, for as many heads as are asked for. Times of cells are the device's; called eagerly,
-ours takes the host up to 0.5 ms longer (`wall_ms` of benchmarks/grid.csv), so that cells that gain less are slower by the clock.
+ours takes the host up to 0.5 ms longer (`wall_ms` of the measured grid), so that cells that gain less are slower by the clock.
 Not so beside varlen of documents, for which the host waits for the GPU once a microbatch: CUDA graphs, where launches cost the host
 nothing, can have ours alone. So there MARGIN is enough, too, for other heads and whole tiles of another length."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

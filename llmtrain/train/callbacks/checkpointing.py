@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer.core import Callback, Event, State
@@ -21,6 +21,7 @@ class Checkpointing(Callback):
 
     After a SIGTERM or Ctrl-C it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
     rewind: goes back before a step is saved.
+    more_files: see RunState.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Checkpointing(Callback):
         interval: int,
         also: int | None = None,
         rewind: Rewind | None = None,
+        more_files: Mapping[str, bytes] | None = None,
     ):
         self.saver, self.preemption, self.interval, self.also = saver, preemption, interval, also
-        self.rewind = rewind
+        self.rewind, self.more_files = rewind, more_files or {}
         self.config, self.data_position = config, data_position
         self.prepared = False
 
@@ -68,5 +70,6 @@ class Checkpointing(Callback):
                 config=self.config,
                 clock={key: value for key, value in clock.items() if isinstance(value, int)},
                 data=self.data_position(state),
+                more_files=self.more_files,
             )
         )
