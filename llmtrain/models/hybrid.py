@@ -15,6 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
+from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
@@ -162,6 +163,11 @@ class HybridLM(nn.Module):
     def _layers(self) -> Iterator[Block]:
         # A checkpoint wrapper passes attributes on.
         return iter(cast("Iterable[Block]", self.blocks))
+
+    def chosen_kernels(self) -> list[Chosen]:
+        """The kernel of each part of each block, and why."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return list(chosen(self.config, self.platform, dtype, self.documents))
 
     @property
     def head_weight(self) -> Tensor:
