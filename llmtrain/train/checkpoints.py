@@ -83,7 +83,8 @@ class Uploads:
 class Checkpoints:
     """A run's folder of checkpoints, in use within `with`.
 
-    resumed: what the run goes on from. beneath: what its checkpoints leave out. steps: a length in steps. Use `uploads` after the block too.
+    resumed: what the run goes on from. beneath: what its checkpoints leave out. steps: a length in steps.
+    Use `uploads` after the block too.
     """
 
     def __init__(
