@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.adapt.base import adaptations
-from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
@@ -72,38 +72,41 @@ def export(
     and later for a damaged shard, or a weight that float16 cannot hold.
     """
     refuse_existing(out)
-    folder, manifest = Repository(checkpoint).open()
-    config = checkpoint_model_config(folder, manifest)
-    family = family_for_model(config)
-    text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
-    _check_tokenizer(text, config)
-    plain = [weight.ours for weight in family.weights(config)]
-    changes = adaptations(checkpoint_adaptations(folder, manifest))
-    tensors = CheckpointWeights(folder, manifest, plain, changes, ema)
-    _check_tensors(tensors, family.weights(config), folder)
-    trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
-    config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
-    weights = family.weights(config)
 
-    parts = [part for weight in weights for part in weight.parts]
-    source = {part.name: tensors.dtype(weight.ours) for weight in weights for part in weight.parts}
-    entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
-    shards = split_into_files(entries, max_shard_bytes)
-    nbytes = sum(entry.nbytes for entry in entries)
-    require_space(out, nbytes + SMALL_FILES)
-    tensors.verify(plain)
+    def write(folder: Path, manifest: Manifest) -> Exported:
+        config = checkpoint_model_config(folder, manifest)
+        family = family_for_model(config)
+        text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
+        _check_tokenizer(text, config)
+        plain = [weight.ours for weight in family.weights(config)]
+        changes = adaptations(checkpoint_adaptations(folder, manifest))
+        tensors = CheckpointWeights(folder, manifest, plain, changes, ema)
+        _check_tensors(tensors, family.weights(config), folder)
+        trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
+        config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
+        weights = family.weights(config)
 
-    with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
-        # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
-        main = max(entries, key=lambda entry: entry.nbytes).dtype
-        _write_configs(partial, family.write_config(config), main, text)
-        pieces = _pieces(tensors, weights)
-        for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
-            _write_shard(partial / name, shard, pieces, bar.advance)
-        if len(shards) > 1:
-            _write_index(partial, shards, nbytes)
-    dtypes = {entry.dtype for entry in entries}
-    return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
+        parts = [part for weight in weights for part in weight.parts]
+        source = {part.name: tensors.dtype(weight.ours) for weight in weights for part in weight.parts}
+        entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
+        shards = split_into_files(entries, max_shard_bytes)
+        nbytes = sum(entry.nbytes for entry in entries)
+        require_space(out, nbytes + SMALL_FILES)
+        tensors.verify(plain)
+
+        with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
+            # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
+            main = max(entries, key=lambda entry: entry.nbytes).dtype
+            _write_configs(partial, family.write_config(config), main, text)
+            pieces = _pieces(tensors, weights)
+            for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
+                _write_shard(partial / name, shard, pieces, bar.advance)
+            if len(shards) > 1:
+                _write_index(partial, shards, nbytes)
+        dtypes = {entry.dtype for entry in entries}
+        return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
+
+    return Repository(checkpoint).read(write)
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:

@@ -57,14 +57,17 @@ def load_model(
             raise UserError(f"{folder} is no checkpoint of llmtrain, and has no moving average of the weights")
         model, own = load_hf(folder, here, dtype), folder
     else:
-        folder, manifest = Repository(source).open()
-        config, adapt = checkpoint_model_config(folder, manifest), checkpoint_adaptations(folder, manifest)
-        with torch.device("meta"):
-            model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
-            model = adapted(model, adapt)
-        model.to_empty(device=device)
-        save_load.load(folder, model, ema=ema)
-        tokenizer, own = tokenizer or checkpoint_tokenizer(folder, manifest), None
+
+        def read(folder: Path, manifest: Manifest) -> tuple[HybridLM, TextTokenizer]:
+            config, adapt = checkpoint_model_config(folder, manifest), checkpoint_adaptations(folder, manifest)
+            with torch.device("meta"):
+                model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
+                model = adapted(model, adapt)
+            model.to_empty(device=device)
+            save_load.load(folder, model, ema=ema)
+            return model, tokenizer or checkpoint_tokenizer(folder, manifest)
+
+        (model, tokenizer), own = Repository(source).read(read), None
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,27 @@ def test_a_wrong_file_is_told_where_it_would_be_read_and_without_a_gpu(folder: P
     for where in (CPU, H200):
         with pytest.raises(UserError, match=said):
             check(where)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"backend,window\n\xff\xfe", "cannot read the measured attention .*utf-8"),
+        (b"a,b\n" + b"x" * 200_000, "cannot read the measured attention .*field larger than field limit"),
+        (b"#" * (4 << 20) + b"#", "longer than 4,194,304 bytes"),
+        (b"backend,window\na,1,2\n", "line 2: more values than the first line has names"),
+        (None, "not a regular file"),
+    ],
+    ids=["bytes", "a long field", "a long file", "more values", "a pipe"],
+)
+def test_rejects_measured_attention_that_is_no_table(folder: Path, content: bytes | None, said: str):
+    file = folder / "sm90.attention.csv"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        check(H200)
 
 
 def test_a_named_file_that_is_missing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
