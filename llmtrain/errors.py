@@ -1,7 +1,7 @@
 """The exit statuses of every command, and the errors that carry them.
 
-0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C) · 141 nobody reads the output any more (`| head`)
-143 preempted (SIGTERM), saved after a step
+0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C); a run that trains has saved after a step
+141 nobody reads the output any more (`| head`) · 143 preempted (SIGTERM), saved after a step
 
 The text of an error below is all that a user needs, and is printed alone. Any other exception is a fault of the program, of
 a library or of the machine: status 1, with its traceback.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
+_USER_OF_URL = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)[^/\s'"<>]+@""")
 
 
 class UserError(ValueError):
@@ -35,13 +37,22 @@ class RunError(RuntimeError):
 
 
 class Preempted(Exception):
-    """The run ended before its time, with a checkpoint at `step`."""
+    """The run ended before its time, with a checkpoint at `step`. number: the signal, SIGTERM or SIGINT."""
 
     status = 128 + signal.SIGTERM
 
-    def __init__(self, step: int, folder: Path):
-        super().__init__(f"SIGTERM: saved step {step} in {folder}; the same command continues from there")
-        self.step = step
+    def __init__(self, step: int, folder: Path, number: int = signal.SIGTERM):
+        super().__init__(f"{signal_name(number)}: saved step {step} in {folder}; the same command continues from there")
+        self.step, self.status = step, 128 + number
+
+
+def without_credentials(text: str) -> str:
+    """The text with *** for the user and password of every URL in it, as S3_ENDPOINT_URL or a proxy's address may have them."""
+    return _USER_OF_URL.sub(r"\1***@", text)
+
+
+def signal_name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def is_expected(error: BaseException) -> bool:
@@ -61,7 +72,7 @@ def print_error(error: BaseException) -> None:
     else:
         text = str(error) if is_expected(error) else "".join(traceback.format_exception(error)).rstrip()
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(without_credentials(text), file=sys.stderr, flush=True)
     except OSError:  # a full disk
         _lead_nowhere(2)
 

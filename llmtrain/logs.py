@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtrain.errors import without_credentials
+
 log = logging.getLogger("llmtrain")
 run_log = logging.getLogger("llmtrain.run")
 file_log = logging.getLogger("llmtrain.file")
@@ -31,7 +33,7 @@ class _Timed(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.rank = _rank()
-        return super().format(record)
+        return without_credentials(super().format(record))
 
 
 class _Terminal(logging.Handler):
@@ -42,14 +44,14 @@ class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == file_log.name:
             return
-        text = self.timed.format(record) if _rank() else record.getMessage()
+        text = self.timed.format(record) if _rank() else without_credentials(record.getMessage())
         # Standard output may be a file on a full disk, or a terminal that is gone: no reason to end a run.
         with contextlib.suppress(OSError):
             print(text, file=sys.stdout if record.name == run_log.name else sys.stderr, flush=True)
 
 
 class _File(logging.FileHandler):
-    """A full disk must not fail the run, nor fill the terminal with tracebacks: it is told once, and again when it is over."""
+    """A full disk must not fail the run, nor fill the terminal with tracebacks: it is reported once, and again when it is over."""
 
     failed = False
     _errors = 0

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 on the GPUs of this machine, beside which `benchmarks.many_gpus` puts ours.
+"""torchtitan's Llama 3 on the GPUs of this machine, beside which `benchmarks many_gpus` puts ours.
 
     python benchmarks/peers/llama3_torchtitan.py OUT.json --nproc 8 [--float8] [--seq-len 8192] [--batch 2] [--layers N]
 
@@ -92,7 +92,7 @@ def rank(args: argparse.Namespace) -> int:
 
     while (turn := os.environ.get("TURN")) and not Path(
         turn
-    ).exists():  # benchmarks.many_gpus says when the GPUs are free
+    ).exists():  # benchmarks many_gpus says when the GPUs are free
         time.sleep(0.05)
     llama3_args[args.flavor].n_layers = args.layers
     ends, losses, peaks, log = [time.perf_counter()], [], [], MetricsProcessor.log

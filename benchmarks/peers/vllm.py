@@ -3,7 +3,7 @@
     python benchmarks/peers/vllm.py OUT.tar.xz [--version 0.26.0] [--arch 90] [--uv "python3 -m uv"]
 
 For a machine that has torch, transformers and Python 3.12, but no internet: unpack it into a folder, and make an interpreter for
-`python -m benchmarks.serving --vllm` of it by `exec env PYTHONPATH=FOLDER python3 "$@"`. Other architectures' code becomes zeros;
+`python -m benchmarks serving --vllm` of it by `exec env PYTHONPATH=FOLDER python3 "$@"`. Other architectures' code becomes zeros;
 FlashAttention, experts, vision and what reads grammars are left out or stand-ins, so name attention_backend TRITON_ATTN and switch
 FlashInfer's sampler off (VLLM_USE_FLASHINFER_SAMPLER=0). It has served Nemotron-H and Zamba2 on an H100.
 """

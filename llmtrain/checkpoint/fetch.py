@@ -35,8 +35,8 @@ def fetch_newest(
     wait for it at a lock. launch: a name that the ranks of this start have in common; None for a single process.
     verify: look for the newest local one by its hashes, so that one that was damaged here is fetched again.
     A checkpoint that turns out damaged in the store is named, and the one before it is tried.
-    Raises StoreError when the store cannot be asked: going on from an older checkpoint, or from nothing, would make a
-    second run of it.
+    Raises CheckpointError where the store holds checkpoints and neither it nor `root` a good one; StoreError when the store
+    cannot be asked: going on from an older checkpoint, or from nothing, would make a second run of it.
     """
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / LOCK):
@@ -57,6 +57,8 @@ def _fetch(address: str, root: Path, verify: bool, notify: Callable[[str], None]
 
     try:
         there = list_stored(open_store(address))
+        if not there and list_stored(open_store(address)):  # before a run begins anew in a place that is in use
+            raise StoreError(f"{address} lists its objects otherwise each time")
     except StoreError as error:
         raise StoreError(
             f"checkpoint.remote cannot be asked for a newer checkpoint: {error}. "
@@ -75,6 +77,14 @@ def _fetch(address: str, root: Path, verify: bool, notify: Callable[[str], None]
     newer = [checkpoint for checkpoint in there if here is None or checkpoint.step > here.step]
     for checkpoint in usable(reversed(newer), warn, download):
         return Fetched(folders[-1], checkpoint.require().save_id)
+    if here is None and (damaged := [checkpoint for checkpoint in there if not checkpoint.in_progress]):
+        raise CheckpointError(
+            f"checkpoint.remote ({address}): none of its {len(damaged)} checkpoint(s) can be used (see above), and {root} has none "
+            "that is good. Put an intact copy back; or begin another run: elsewhere, with checkpoint.remote=null, or after "
+            f"llmtrain checkpoint rm {address} --before {damaged[-1].step + 1} --force"
+        )
+    for checkpoint in there if here is None else ():
+        warn(f"{checkpoint.address} is no complete checkpoint, an upload that was cut short: the run begins anew")
     return Fetched(verified=here.require().save_id if here and verify else None)
 
 

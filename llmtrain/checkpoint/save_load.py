@@ -10,7 +10,7 @@ import contextlib
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,11 +35,13 @@ from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.divided_tensor import DividedTensor
 from llmtrain.checkpoint.format.index import Index
-from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
+from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
 from llmtrain.checkpoint.format.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
 from llmtrain.checkpoint.local import PARTIAL, clear, folder_name, replace
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.retention import Retention
+from llmtrain.config.checksums import checksum
+from llmtrain.config.output_folder import write_synced
 from llmtrain.errors import RunError
 from llmtrain.models.slices import local_of
 from llmtrain.models.tensor_parallel import slices_of
@@ -75,6 +77,8 @@ class RunState:
     config: dict[str, Any]
     clock: dict[str, Any]
     data: dict[str, Any]
+    more_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that the checkpoint holds besides, by name."""
 
 
 def save(
@@ -118,6 +122,7 @@ def write(
 
     def publish() -> None:
         nonlocal published
+        files = {**writer.files, **{name: _write_file(partial / name, text) for name, text in run.more_files.items()}}
         written = Manifest(
             save_id=save_id,
             step=run.step,
@@ -126,7 +131,7 @@ def write(
             clock=run.clock,
             data=run.data,
             versions=versions("torch", "mosaicml", "mosaicml-streaming"),
-            files=dict(sorted(writer.files.items())),
+            files=dict(sorted(files.items())),
         )
         manifests.write(partial, written)
         replace(partial, final)
@@ -153,6 +158,11 @@ def write(
         if not published:
             raise
     return final
+
+
+def _write_file(path: Path, content: bytes) -> FileRecord:
+    write_synced(path, content)
+    return {"bytes": len(content), "xxh3_128": checksum(content)}
 
 
 def load(

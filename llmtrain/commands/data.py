@@ -264,14 +264,14 @@ def _seen(target: str, overrides: Sequence[str], steps: tuple[int, int]) -> Seen
     run = open_run(target, overrides)
     seen = SeenData(run.data, run.global_batch_size, run.passed_over)
     if run.fingerprint not in (None, fingerprint_of(run.data, [stream.index for stream in seen.streams])):
-        raise UserError(f"the shards are not those that {target} was trained on, so that its samples cannot be told")
+        raise UserError(f"the shards are not those that {target} was trained on, so that its samples cannot be listed")
     if run.step is not None and steps[1] > run.step:
         print(
             f"the newest checkpoint of {target} is of step {run.step:,}: later steps are those to come", file=sys.stderr
         )
     if seen.unrecorded:
         print(
-            f"no documents are told of {', '.join(seen.unrecorded)}: the shards come without a record of them, which "
+            f"no documents are listed of {', '.join(seen.unrecorded)}: the shards come without a record of them, which "
             "`llmtrain prepare` makes (with --overwrite, for a folder of an earlier version)",
             file=sys.stderr,
         )

@@ -68,7 +68,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class ByType:
-    """Marks one section, or a union of sections told apart by `type`, where a mapping without `type` means `default`.
+    """Marks one section, or a union of sections distinguished by `type`, where a mapping without `type` means `default`.
 
     `Field(discriminator="type")` is the same where `type` must be written.
     """

@@ -16,13 +16,14 @@ from typing import Any
 import xxhash
 
 from llmtrain.config.regular_file import open_regular
+from llmtrain.errors import UserError
 
 KEY = "xxh3_128"
 _END = re.compile(rb',?\s*"xxh3_128": "([0-9a-f]{32})"\n?\}')
 _END_BYTES = 64
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """Content that is not what was written, or no JSON object; the message says which."""
 
 

@@ -21,7 +21,7 @@ from llmtrain.config.output_folder import atomic_folder, refuse_existing, requir
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.generate.load import checkpoint_model_config, checkpoint_tokenizer_path
+from llmtrain.generate.load import checkpoint_model_config, checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
@@ -72,44 +72,40 @@ def export(
     and later for a damaged shard, or a weight that float16 cannot hold.
     """
     refuse_existing(out)
-    folder, manifest = Repository(checkpoint).open()
-    config = checkpoint_model_config(folder, manifest)
-    family = family_for_model(config)
-    text = load_tokenizer(tokenizer or _find_tokenizer(folder, manifest))
-    _check_tokenizer(text, config)
-    prefix = indexes.weights_prefix(folder, manifest, ema)
-    tensors = CheckpointTensors(folder, manifest)
-    _check_tensors(tensors, family.weights(config), folder, prefix)
-    trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
-    config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
-    weights = family.weights(config)
 
-    parts = [part for weight in weights for part in weight.parts]
-    source = {part.name: tensors.dtype(prefix + weight.ours) for weight in weights for part in weight.parts}
-    entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
-    shards = split_into_files(entries, max_shard_bytes)
-    nbytes = sum(entry.nbytes for entry in entries)
-    require_space(out, nbytes + SMALL_FILES)
-    manifests.verify(folder, manifest, names=tensors.files(prefix + weight.ours for weight in weights))
+    def write(folder: Path, manifest: Manifest) -> Exported:
+        config = checkpoint_model_config(folder, manifest)
+        family = family_for_model(config)
+        text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
+        _check_tokenizer(text, config)
+        prefix = indexes.weights_prefix(folder, manifest, ema)
+        tensors = CheckpointTensors(folder, manifest)
+        _check_tensors(tensors, family.weights(config), folder, prefix)
+        trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
+        config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
+        weights = family.weights(config)
 
-    with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
-        # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
-        main = max(entries, key=lambda entry: entry.nbytes).dtype
-        _write_configs(partial, family.write_config(config), main, text)
-        pieces = _pieces(tensors, weights, prefix)
-        for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
-            _write_shard(partial / name, shard, pieces, bar.advance)
-        if len(shards) > 1:
-            _write_index(partial, shards, nbytes)
-    dtypes = {entry.dtype for entry in entries}
-    return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
+        parts = [part for weight in weights for part in weight.parts]
+        source = {part.name: tensors.dtype(prefix + weight.ours) for weight in weights for part in weight.parts}
+        entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
+        shards = split_into_files(entries, max_shard_bytes)
+        nbytes = sum(entry.nbytes for entry in entries)
+        require_space(out, nbytes + SMALL_FILES)
+        manifests.verify(folder, manifest, names=tensors.files(prefix + weight.ours for weight in weights))
 
+        with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
+            # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
+            main = max(entries, key=lambda entry: entry.nbytes).dtype
+            _write_configs(partial, family.write_config(config), main, text)
+            pieces = _pieces(tensors, weights, prefix)
+            for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
+                _write_shard(partial / name, shard, pieces, bar.advance)
+            if len(shards) > 1:
+                _write_index(partial, shards, nbytes)
+        dtypes = {entry.dtype for entry in entries}
+        return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
 
-def _find_tokenizer(folder: Path, manifest: Manifest) -> str:
-    try:
-        return checkpoint_tokenizer_path(folder, manifest)
-    except ValueError as error:
-        raise UserError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
+    return Repository(checkpoint).read(write)
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:

@@ -24,6 +24,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config
+from llmtrain.models.hf.foreign_files import refuse_links_out
 from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, find_hf_folder, open_hf_checkpoint
 from llmtrain.models.hf.load import check_tensors
 from llmtrain.progress import ByteBar
@@ -54,6 +55,7 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     """
     refuse_existing(out)
     folder = find_hf_folder(source)
+    refuse_links_out(folder)
     published = open_hf_checkpoint(folder)
     family = family_of_hf_config(published.config)
     section = family.read_config(published.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -11,11 +12,9 @@ from pathlib import Path
 
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock
-from llmtrain.distributed.world import free_port, rank_environment
-from llmtrain.errors import INTERRUPTED, Preempted
+from llmtrain.distributed.world import LISTENER, rank_environment
 from llmtrain.logs import log
 
-_INTERRUPT_SECONDS = 10.0
 _EXIT_SECONDS = 10.0
 """Time for the ranks to end once they have saved."""
 
@@ -26,9 +25,11 @@ def launch(
     """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
-    memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM is passed on, and the
-    ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then hold
-    as well.
+    memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM and SIGINT are passed on,
+    and the ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then
+    hold as well.
+
+    The ranks meet at a socket of 127.0.0.1 that rank 0 inherits while it listens: no other process can take its port.
     """
     logs = Path(run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -38,20 +39,23 @@ def launch(
         "LLMTRAIN_LAUNCH_ID": lock.holder.launch if lock else uuid.uuid4().hex,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
-    port = free_port()
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
     held = (lock.descriptor,) if lock else ()
     ranks: list[subprocess.Popen] = []
     before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        for rank in range(processes):
-            environment = {**shared, **rank_environment(rank, processes, port)}
-            ranks.append(_start(command, environment, logs / f"rank{rank}.txt" if rank else None, held))
+        with socket.create_server(("127.0.0.1", 0), backlog=2 * processes) as listener:
+            port, handle = listener.getsockname()[1], listener.fileno()
+            for rank in range(processes):
+                environment = {**shared, **rank_environment(rank, processes, port), LISTENER: str(handle)}
+                log_file = logs / f"rank{rank}.txt" if rank else None
+                ranks.append(_start(command, environment, log_file, held if rank else (*held, handle)))
         return _watch(ranks, logs, grace_seconds)
     except KeyboardInterrupt:
-        _stop(ranks, signal.SIGINT, _INTERRUPT_SECONDS)
-        return INTERRUPTED
+        return _preempt(ranks, grace_seconds, signal.SIGINT)
     except _Terminated:  # a job manager ends the parent: the ranks must not outlive it
-        return _preempt(ranks, grace_seconds)
+        return _preempt(ranks, grace_seconds, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -73,20 +77,21 @@ def _start(
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, pass_fds=descriptors)
 
 
-def _preempt(ranks: list[subprocess.Popen], grace_seconds: float) -> int:
-    """Pass SIGTERM on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
+def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal.Signals) -> int:
+    """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
     try:
-        _stop(ranks, signal.SIGTERM, grace_seconds + _EXIT_SECONDS)
-    except _Terminated:
+        _stop(ranks, number, grace_seconds + _EXIT_SECONDS)
+    except (_Terminated, KeyboardInterrupt):
         _kill(ranks)
-    return 0 if all(rank.returncode == 0 for rank in ranks) else Preempted.status
+    return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
 
 
 def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
-        if Preempted.status in statuses:  # somebody signalled the ranks, and not us
-            return _preempt(ranks, grace_seconds)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if 128 + number in statuses:  # somebody signalled the ranks, and not us
+                return _preempt(ranks, grace_seconds, number)
         if any(statuses):
             time.sleep(0.5)  # for the rank that reports the error to finish
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}

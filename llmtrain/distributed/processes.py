@@ -32,7 +32,7 @@ def pid_namespace() -> str:
 def start_time(pid: int) -> int | None:
     """Time at which a process began, in ticks since the machine's start; 0 where this is not known, None if it has ended.
 
-    With it, an id that another process has by now is told from the process that had it. A zombie has ended.
+    It distinguishes a process from a later one with the same id. A zombie has ended.
     """
     if Path("/proc/self/stat").exists():
         fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and parentheses
@@ -66,8 +66,10 @@ def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
 
 def serve_parent(worker: int = 0) -> None:
     """`end_with_parent`, and take SIGTERM from the parent alone: `timeout`, SLURM and systemd signal every process of a job at
-    once, and the parent, which then saves, still needs this one. Call it before there are threads. worker: as above."""
+    once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C. Call it before there are threads.
+    worker: as above."""
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parents_sigterm, name="SIGTERM", daemon=True).start()

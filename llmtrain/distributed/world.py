@@ -12,6 +12,12 @@ from datetime import timedelta
 from llmtrain.distributed.run_lock import release_all
 from llmtrain.errors import exit_status
 
+LISTENER = "LLMTRAIN_LISTENER"
+"""Environment variable of the ranks of our launcher: the descriptor, in rank 0, of the socket that listens at MASTER_PORT."""
+
+
+_TIMEOUT = timedelta(minutes=10)
+
 
 @dataclass(frozen=True)
 class World:
@@ -137,7 +143,8 @@ def initialize():
     import torch.distributed as dist
 
     world = world_from_environment()
-    if not launched_by_a_launcher():
+    alone = not launched_by_a_launcher()
+    if alone:
         os.environ.update(rank_environment(0, 1, free_port()))
     # Composer derives this from LOCAL_WORLD_SIZE elsewhere and fails without it under torchrun.
     os.environ.setdefault("NODE_RANK", str(world.rank // world.local_size))
@@ -147,6 +154,23 @@ def initialize():
         backend = "nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        options = {"store": _store(world, alone), "rank": world.rank, "world_size": world.size}
         # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
-        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=10))
+        dist.init_process_group(
+            backend, device_id=device_id, timeout=_TIMEOUT, **(options if options["store"] is not None else {})
+        )
     return device
+
+
+def _store(world: World, alone: bool):
+    """The store at which the ranks meet, a torch.distributed.Store; None for ranks of other launchers: MASTER_ADDR and
+    MASTER_PORT lead to theirs. torch's own would listen on every interface of the machine."""
+    import torch.distributed as dist
+
+    if alone:
+        return dist.HashStore()
+    if LISTENER in os.environ:
+        handle, port = int(os.environ.pop(LISTENER)), int(os.environ["MASTER_PORT"])
+        listening = {"is_master": True, "master_listen_fd": handle} if world.is_main else {}
+        return dist.TCPStore("127.0.0.1", port, world.size, timeout=_TIMEOUT, **listening)
+    return None

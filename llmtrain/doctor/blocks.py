@@ -9,18 +9,10 @@ from llmtrain.kernels import platform, tuning
 from llmtrain.kernels.attention.measured import OURS
 from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning_table import KERNELS
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
 from llmtrain.train.machine import missing_units
-
-# Sizes by which rows of the tuning table are chosen, of our kernels that have one launch per size.
-_LAUNCHES = {
-    "ssd": (("ssd",), ("head_dim", "d_state")),
-    "rotary": (("rotary",), ("head_dim",)),
-    "norm": (("norm.forward", "norm.backward"), ("dim",)),
-    "conv1d": (("conv1d.forward", "conv1d.backward"), ("width",)),
-    "gated_norm": (("gated_norm.forward", "gated_norm.backward"), ("group_size",)),
-}
 
 
 def run(config: Config, dtype: str | None = None) -> int:
@@ -29,8 +21,8 @@ def run(config: Config, dtype: str | None = None) -> int:
     unknown dtype."""
     here = platform.detect()
     dtype = dtype or config.train.dtype
-    if dtype not in selftest.TOLERANCE:
-        raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+    if dtype not in selftest.DTYPES:
+        raise UserError(f"--dtype takes {', '.join(selftest.DTYPES)}, not '{dtype}'")
     own_tables.check(here)
     found = list(chosen(config.model, here, dtype, config.data.mask_documents))
     rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
@@ -81,11 +73,13 @@ def _reason(one: Chosen, here: Platform) -> str:
 def launches(one: Chosen, here: Platform) -> str:
     """Provenance of the launch parameters of our kernel, from the rows that it is launched by."""
     operation, spec, _ = one.kernel
-    if operation not in _LAUNCHES:
+    kernels = [kernel for kernel in KERNELS if kernel.partition(".")[0] == operation]
+    if not kernels:
         return "ours"
-    kernels, names = _LAUNCHES[operation]
-    shape = {name: getattr(spec, name) for name in names}
-    rows = [tuning.select(kernel, spec.dtype, shape, here) for kernel in kernels]
+    rows = [
+        tuning.select(kernel, spec.dtype, {name: getattr(spec, name) for name in KERNELS[kernel].shape}, here)
+        for kernel in kernels
+    ]
     said = {
         "compiled only"
         if isinstance(row.provenance, str)

@@ -12,6 +12,7 @@ from llmtrain.doctor import own_tables, selftest
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import dense_peak, find_device
 from llmtrain.kernels import platform, registry
+from llmtrain.kernels.operation import Operation, Shape, operations
 from llmtrain.kernels.platform import Platform
 
 
@@ -41,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 if a backend that `auto` chooses fails. Raises UserError for an unknown dtype."""
     here = platform.detect()
     dtype = args.dtype or ("float32" if here.vendor == "cpu" else "bfloat16")
-    if dtype not in selftest.TOLERANCE:
-        raise UserError(f"--dtype takes {', '.join(selftest.TOLERANCE)}, not '{dtype}'")
+    if dtype not in selftest.DTYPES:
+        raise UserError(f"--dtype takes {', '.join(selftest.DTYPES)}, not '{dtype}'")
     own_tables.check(here)
     show("this machine", ("", ""), [*machine.facts(here), *peak(here)])
     found = findings(here, dtype, test=not args.no_test)
@@ -71,32 +72,33 @@ def peak(here: Platform) -> list[tuple[str, str]]:
 def findings(here: Platform, dtype: str, test: bool) -> list[Finding]:
     """Every backend of every operation that trains, and of decoding (which is not tested here)."""
     found = []
-    for exam in selftest.exams(dtype):
-        auto = registry.resolve(exam.operation, "auto", exam.spec, here).name
-        for row in registry.table(exam.operation, exam.spec, here):
-            chosen = row.backend == auto
-            if row.reason is not None or not test:
-                found.append(Finding(exam.operation, exam.what, row.backend, chosen, row.reason))
-            else:
-                found.append(tested(exam, row.backend, chosen, here))
-        step = f"{exam.operation}_step"
-        if step in registry.OPERATIONS and exam.what in ("causal", "scan", "width 4"):
-            auto = registry.resolve(step, "auto", exam.spec, here).name
-            rows = registry.table(step, exam.spec, here)
-            found += [Finding(step, "decoding", row.backend, row.backend == auto, row.reason) for row in rows]
+    for one in operations():
+        for number, (what, shape) in enumerate(one.selftests(dtype)):
+            auto = registry.resolve(one.name, "auto", shape.spec, here).name
+            for row in registry.table(one.name, shape.spec, here):
+                chosen = row.backend == auto
+                if row.reason is not None or not test:
+                    found.append(Finding(one.name, what, row.backend, chosen, row.reason))
+                else:
+                    found.append(tested(one, what, shape, row.backend, chosen, here))
+            step = f"{one.name}_step"
+            if step in registry.OPERATIONS and number == 0:
+                auto = registry.resolve(step, "auto", shape.spec, here).name
+                rows = registry.table(step, shape.spec, here)
+                found += [Finding(step, "decoding", row.backend, row.backend == auto, row.reason) for row in rows]
     return found
 
 
-def tested(exam: selftest.Exam, backend: str, chosen: bool, here: Platform) -> Finding:
+def tested(one: Operation, what: str, shape: Shape, backend: str, chosen: bool, here: Platform) -> Finding:
     began = time.perf_counter()
-    error, failed = None, None
+    error, failed, allowed = None, None, selftest.tolerance(one, shape.spec.dtype)
     try:
-        error = selftest.error(exam, backend, here)
-        if not error < selftest.TOLERANCE[exam.spec.dtype]:
-            error, failed = None, f"error {error:.1e}, allowed {selftest.TOLERANCE[exam.spec.dtype]:.0e}"
+        error = selftest.error(one, shape, backend, here)
+        if not error < allowed:
+            error, failed = None, f"error {error:.1e}, allowed {allowed:.0e}"
     except Exception as problem:  # whatever a backend does wrong is what the doctor is for
         failed = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-    return Finding(exam.operation, exam.what, backend, chosen, None, error, failed, time.perf_counter() - began)
+    return Finding(one.name, what, backend, chosen, None, error, failed, time.perf_counter() - began)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of the GPUs we know, dense (no structured sparsity), per device as torch sees it. No torch here.
+"""Peak FLOP/s of GPUs, dense (no structured sparsity), per device as torch sees it. No torch here.
 
 Datasheets that print only figures "with sparsity" (NVIDIA since Hopper) are halved; `source` says so. MI250 and
 MI250X are two chips in one package and torch shows each chip (GCD) as a device, so their rows hold half of the
@@ -260,7 +260,7 @@ def normalise(name: str) -> tuple[str, ...]:
     return tuple(word for word in words if word not in ("nvidia", "amd", "instinct"))
 
 
-# Names that more than one row answers to, or that may stand for a slice: only the compute units can settle them.
+# Names that more than one row answers to, or that may stand for a slice: only the compute units distinguish them.
 # "MI250X/MI250" is what amdgpu.ids calls both packages; VF is a virtual machine's share of the GPU.
 _AMBIGUOUS = {
     normalise("AMD Instinct MI250X/MI250"): ("mi250", "mi250x"),

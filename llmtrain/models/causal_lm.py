@@ -13,7 +13,7 @@ from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.context import Context
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.hybrid import HybridLM, Stream
 from llmtrain.models.loss import LossOutput, TokenScores, all_logits, build_loss, score_hidden, score_tokens, soft_cap
 from llmtrain.models.mixers.replay import ReplayCache
 from llmtrain.models.segments import ContextParallelRanks
@@ -34,9 +34,10 @@ class CausalLM(nn.Module):
         self.hybrid = hybrid
         self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
 
-    def forward(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
-        """output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this rank's part) -> what to return."""
-        hidden, ranks = self.hybrid(input_ids, context), self.hybrid.ranks
+    def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """inputs: token ids [batch, T], or what the last stage of a model reads. output: (hidden states of all tokens, the head's
+        weight [vocab_size, d_model] or this rank's part) -> what to return."""
+        hidden, ranks = self.hybrid(inputs, context), self.hybrid.ranks
         hidden = hidden if ranks is None else ranks.enter(hidden)
         head = self.hybrid.head
         return output(hidden, self.hybrid.head_weight) if head is None else head(hidden, output)
@@ -58,14 +59,19 @@ class CausalLM(nn.Module):
         segments: input_ids and labels are this rank's part of sequences that ranks share, document_ids of whole ones; every
         rank of the group calls this, and gets the loss averaged over its own labels.
         """
-        seq_len = input_ids.shape[1] * (segments.size if segments else 1)
-        return self.loss_in(self.hybrid.context(seq_len, input_ids.device, document_ids, segments), input_ids, labels)
+        context = self.context(input_ids, document_ids, segments)
+        return self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
 
-    def loss_in(self, context: Context, input_ids: Tensor, labels: Tensor) -> LossOutput:
-        """The same in a context that the caller has made."""
-        return self(
-            input_ids, context, lambda hidden, head: self.loss_function(hidden, head, labels, self.hybrid.ranks)
-        )
+    def context(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, segments: ContextParallelRanks | None = None
+    ) -> Context:
+        """HybridLM.context of a batch. segments: as for `loss`."""
+        seq_len = input_ids.shape[1] * (segments.size if segments else 1)
+        return self.hybrid.context(seq_len, input_ids.device, document_ids, segments)
+
+    def cross_entropy(self, hidden: Tensor, head: Tensor, labels: Tensor) -> LossOutput:
+        """The loss of what `forward` gives `output`, averaged over labels [batch, T]."""
+        return self.loss_function(hidden, head, labels, self.hybrid.ranks)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         return Cache(self.hybrid, batch, capacity)
@@ -117,4 +123,4 @@ class CausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.hybrid.embed.weight.device
+        return next(self.hybrid.parameters()).device

@@ -1,4 +1,4 @@
-"""What is known of every parameter of a model: whether it is trained, decayed, kept in fp32, and a matrix."""
+"""Properties of every parameter of a model: whether it is trained, decayed, kept in fp32, and a matrix."""
 
 from __future__ import annotations
 

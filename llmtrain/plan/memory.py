@@ -31,7 +31,7 @@ of FlashAttention and without dropout masks. The reference backend of the scan k
 chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
 output and those of the operators that its backends declare (saved_ops in kernels/registry.py), with the kind `kernels` the latter
 alone. Where sharding or checkpointing is
-`auto`, the estimate is that of full sharding and of no checkpointing; automatic.py settles them by it.
+`auto`, the estimate is that of full sharding and of no checkpointing; automatic.py resolves them by it.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def curve(
     """Predictions for 1, 2, 4, ... GPUs of a node, 1, 2, 4, ... nodes up to `most` GPUs, and `wanted` GPUs, each of which has the
     work that it has on `wanted` of them.
 
-    config: may have `auto`, which each number of GPUs settles for itself. rate: tokens/s of one GPU alone. memory: bytes of a GPU.
+    config: may have `auto`, which is resolved for each number of GPUs. rate: tokens/s of one GPU alone. memory: bytes of a GPU.
     Raises UserError where a model or a sequence is divided between GPUs.
     """
     refuse_divided(config)

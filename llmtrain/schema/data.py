@@ -51,7 +51,7 @@ class PrepareConfig(Section):
 
     sources: list[PathText] = []
     """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
-    `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), told by their content; or `stdlib`:
+    `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), by their content; or `stdlib`:
     Python's own standard library sources."""
     streams: Annotated[dict[StreamName, StreamSources], Field(min_length=1)] | None = None
     """In place of `sources`: the sources of each stream of a mixture, by the stream's name. Each is made in the folder of its name

@@ -1,4 +1,4 @@
-"""The `optimizer` section of the YAML: one class per optimizer, told apart by `type`. No torch here."""
+"""The `optimizer` section of the YAML: one class per optimizer, distinguished by `type`. No torch here."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ class CheckpointConfig(Section):
     takes the newest from there when it is newer than what is here. It must hold this run's checkpoints alone:
     `s3://bucket/runs/${name}`."""
     grace_seconds: PositiveFloat = free(120.0)
-    """Seconds after SIGTERM within which a run saves and ends, with exit status 143; what takes longer is not saved."""
+    """Seconds after SIGTERM or Ctrl-C within which a run saves and ends (status 143, 130); what takes longer is not saved."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:

@@ -25,9 +25,9 @@ from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.objectives.base import Objective, compute_loss
 from llmtrain.plan.candidates import MEASURED, microbatches
-from llmtrain.plan.describe import meta_model, parameter_sizes
-from llmtrain.plan.memory import estimate_memory
+from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
 from llmtrain.train.graphs.cuda_graphs import reason_against, replay_seconds
 from llmtrain.train.ranks.fsdp_reset import reset_fsdp
@@ -112,7 +112,9 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 def choose_microbatch(
     config: Config,
     resolved: Config,
+    sizes: ParameterSizes,
     model: CausalLM,
+    objective: Objective,
     segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
@@ -120,7 +122,8 @@ def choose_microbatch(
 ) -> tuple[int, str]:
     """The size, and a line that says why. Called by every rank, before weights are set: they are 0 after it, without gradients.
 
-    config, resolved: with and without `auto`; the size in `resolved` is the estimate's. gauge: default: of a GPU, if device is one.
+    config, resolved: with and without `auto`; the size in `resolved` is the estimate's. sizes: of parameter_sizes. gauge: default:
+    of a GPU, if device is one.
     Raises UserError where nothing fits.
     """
     start = resolved.train.least_microbatch
@@ -133,25 +136,24 @@ def choose_microbatch(
     dist.broadcast_object_list(known, src=0)
     if known[0] is not None:
         return known[0], f"train.microbatch_size auto: {known[0]}, as found before ({path})"
-    sizes = microbatches(config, world.size)
+    allowed = microbatches(config, world.size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    parameters = parameter_sizes(meta_model(resolved.model), resolved.train.parallel.tensor, resolved.train.float8)
-    estimate = estimate_memory(resolved, parameters, world.size)
+    estimate = estimate_memory(resolved, sizes, world.size)
     # In place of the optimizer's state, which comes with its first step.
     reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
     gauge.begin()
     fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
     limit = MEASURED * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
-    torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
+    torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(allowed))
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:
-        return _attempt(of_size(resolved, size), model, segments, world, device, gauge, agreement)
+        return _attempt(of_size(resolved, size), model, objective, segments, world, device, gauge, agreement)
 
-    trials = search(sizes, start, attempt, fixed, limit)
+    trials = search(allowed, start, attempt, fixed, limit)
     agreement.close()
     del reserve
     gauge.begin()
@@ -220,6 +222,7 @@ def of_size(config: Config, microbatch_size: int) -> Config:
 def _attempt(
     config: Config,
     model: CausalLM,
+    objective: Objective,
     segments: ContextParallelRanks | None,
     world: World,
     device: torch.device,
@@ -234,17 +237,17 @@ def _attempt(
     size, once = config.train.least_microbatch, config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
     tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
-    documents = None
+    batch = {"input_ids": tokens} | dict.fromkeys(objective.columns, tokens)
     if config.data.mask_documents:
         whole = local * (segments.size if segments else 1)
-        documents = torch.zeros(size, whole, dtype=torch.int64, device=device)
+        batch["document_ids"] = torch.zeros(size, whole, dtype=torch.int64, device=device)
     seconds, fits, agreeing = 0.0, True, True
 
     def backward_pass(repeat: int) -> None:
         synced = not once or repeat > 0
         model.set_requires_gradient_sync(synced)  # type: ignore[operator]
         model.set_reshard_after_backward(synced)  # type: ignore[operator]
-        model.loss(tokens, tokens, documents, segments).loss.backward()
+        compute_loss(model, objective, batch, segments).loss.backward()
 
     try:
         for repeat in range(_REPEATS - 1):
@@ -266,7 +269,7 @@ def _attempt(
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
     if fits and reason_against(config, model, world) is None:
-        replayed = replay_seconds(model, (tokens, tokens, documents), gauge.seconds, world.size)
+        replayed = replay_seconds(model, objective, batch, gauge.seconds, world.size)
         fits = replayed is not None or config.train.cuda_graphs != "on"
         seconds, peak = replayed or seconds, gauge.peak()
     if _most(0.0 if fits else 1.0, device):

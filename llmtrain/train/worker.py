@@ -14,10 +14,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from llmtrain.config.held_folder import hold_folder, make_folder, release_folder
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
-from llmtrain.errors import Preempted, RunError, UserError, is_expected, print_error, unwritable_output
+from llmtrain.errors import (
+    Preempted,
+    RunError,
+    UserError,
+    is_expected,
+    print_error,
+    unwritable_output,
+    without_credentials,
+)
 from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
@@ -72,6 +81,7 @@ def run_rank(
         return exit_status_of_rank(run, lambda error: _report(error, folder, world))
     finally:
         release_all()
+        release_folder()
 
 
 def _hold(config: Config, world: World) -> RunLock | None:
@@ -150,6 +160,7 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
         from llmtrain.train.run import train
 
     began = time.perf_counter()
+    hold_folder(Path(config.run_dir))
     with _memory_explained(config):
         outcome = train(config, verified)
     try:
@@ -231,7 +242,7 @@ def _is_first_to_fail(folder: Path | None, world: World) -> bool:
         return world.is_main
     marker = folder / "errors" / f"first-{launch_id()}"
     try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(marker.parent)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
@@ -253,7 +264,7 @@ def _write_trace(folder: Path | None, world: World, error: BaseException) -> Pat
         return None
     path = folder / "errors" / f"rank{world.rank}.txt"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)))
+        make_folder(path.parent)
+        path.write_text(without_credentials("".join(traceback.format_exception(error))))
         return path
     return None

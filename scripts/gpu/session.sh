@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
-#   decoding | serving | loader | automatic | kept-x2 | overlap-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
+#   decoding | serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # WORK (default: runs/session/PART) has what the programs write. LIMIT: seconds for all of it (default 570); a program gets what is
@@ -16,7 +16,7 @@
 # serving wants PYTHON, an interpreter that has vLLM, in VLLM (benchmarks/peers/vllm.py says how); loader wants boto3 among the wheels.
 # automatic measures five models, or those named in ONLY. kept-x2, llama-x2 and float8 go on where an earlier call on the same machine
 # ended. llama-x2 wants TORCHTITAN, as eight does.
-# eight measures on all GPUs of the machine by benchmarks.many_gpus, what there is time for (or some: eight OUT --only llama context);
+# eight measures on all GPUs of the machine by benchmarks many_gpus, what there is time for (or some: eight OUT --only llama context);
 # the same call again goes on. It wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
 # eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
@@ -25,10 +25,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
-serving | loader | automatic | kept-x2 | overlap-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight) ;;
+serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
-        "decoding, serving, loader, automatic, kept-x2, overlap-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight" >&2
+        "decoding, serving, loader, automatic, kept-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight" >&2
     exit 2
     ;;
 esac
@@ -78,7 +78,7 @@ checkpoint_x2() { # goes on where an earlier call on the same machine ended
 
 parallel_x2() { # issue 24; Llama-3-8B with 20 of its 32 layers, which two GPUs of 80 GB hold with AdamW
     export TORCHINDUCTOR_COMPILE_THREADS=8 # the cores are shared by ranks; part of the key of what is compiled
-    local bench=("$python" -m benchmarks.parallel) keep=train.activation_checkpointing.type
+    local bench=("$python" -m benchmarks parallel) keep=train.activation_checkpointing.type
     local two=(--nproc 2 train.sharding.strategy=full train.global_batch_size=16)
     local zamba2=(yamls/pretrain/zamba2-2.7b.yaml "$keep=kernels" train.global_batch_size=16)
     local context=("${zamba2[@]}" "${two[@]}" train.microbatch_size=1 train.parallel.context=2)
@@ -101,7 +101,7 @@ parallel_x2() { # issue 24; Llama-3-8B with 20 of its 32 layers, which two GPUs 
     step zamba2-context 110 "${bench[@]}" "${context[@]}" --lengths 65536 --out "$work/zamba2-context.json"
     step zamba2-short 70 "${bench[@]}" "${short[@]}" --out "$work/zamba2-short.json"
     # Beside each other, a GPU each: what one GPU's memory holds, and the curve of one rank.
-    local recall=("$python" -m benchmarks.recall --lengths 64 512 4096 32768 --steps 500 150 80 60 --seeds 1 2)
+    local recall=("$python" -m benchmarks recall --lengths 64 512 4096 32768 --steps 500 150 80 60 --seeds 1 2)
     step zamba2-one-gpu 80 "$python" scripts/gpu/side_by_side.py "$work" \
         zamba2-one -- "${bench[@]}" "${one[@]}" --lengths 32768 65536 --steps 1 --warmup 1 --out "$work/zamba2-one.json" -- \
         recall-1 -- "${recall[@]}" --context 1 --out "$work/recall-1.json"
@@ -118,7 +118,7 @@ tests() {
     # Each worker would start compiler processes of its own, more than there are cores.
     TORCHINDUCTOR_COMPILE_THREADS=1 step gpu-tests 300 "$python" -m pytest tests/gpu -m "not slow" -q -n "${WORKERS:-12}" \
         --dist loadgroup -p no:cacheprovider --durations=15 --junitxml="$work/gpu-tests.xml"
-    step bench-checkpoint 200 "$python" -m benchmarks.checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
+    step bench-checkpoint 200 "$python" -m benchmarks checkpoint yamls/bench/mpt-1b.yaml "$work/saved" \
         train.compile=off train.microbatch_size=4 --saves 2 "$@" # 16 without compiling may not fit
     rm -rf "$work/saved"
     step doctor 60 "$python" -m llmtrain doctor
@@ -134,7 +134,7 @@ three_columns() {
     # The standard library alone is learnt by heart in two minutes.
     local site
     site=$("$python" -c 'import sympy, os; print(os.path.dirname(os.path.dirname(sympy.__file__)))')
-    step three-columns 420 "$python" -m benchmarks.three_columns yamls/bench/llama-125m.yaml --data-dir icl \
+    step three-columns 420 "$python" -m benchmarks three_columns yamls/bench/llama-125m.yaml --data-dir icl \
         "data.prepare.sources=[stdlib, $site/transformers, $site/sympy]" data.prepare.out=data/code-1024 \
         --minutes 2 --out "$work/three-columns" "$@"
     wait
@@ -144,9 +144,9 @@ evaluation() {
     public_packages # by which the harness's transformers runs Zamba2
     # Both write after every task, ours first: half of the time for each loses the harness's last tasks at most.
     local common=(--data-dir icl --peer-seconds 20) each=$(((limit - SECONDS) / 2))
-    step evaluation-zamba2 $each "$python" -m benchmarks.evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \
+    step evaluation-zamba2 $each "$python" -m benchmarks evaluation yamls/pretrain/zamba2-1.2b.yaml "${common[@]}" \
         --out "$work/evaluation-zamba2.json" "$@"
-    step evaluation-mpt $each "$python" -m benchmarks.evaluation yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" "${common[@]}" \
+    step evaluation-mpt $each "$python" -m benchmarks evaluation yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" "${common[@]}" \
         --out "$work/evaluation-mpt.json" "$@"
 }
 
@@ -190,27 +190,27 @@ steps() {
     [[ -f $rows ]] && export LLMTRAIN_TUNING=$rows
     public_packages
     local short=('train.duration=10 steps' 'schedule.warmup=2 steps' --kernels ours public)
-    step steps-mpt 260 "$python" -m benchmarks.steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
+    step steps-mpt 260 "$python" -m benchmarks steps yamls/bench/mpt-1b.yaml train.global_batch_size=32 "${short[@]}" \
         --out "$work/steps-mpt.json" "$@"
-    step steps-zamba2 400 "$python" -m benchmarks.steps yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
+    step steps-zamba2 400 "$python" -m benchmarks steps yamls/pretrain/zamba2-2.7b.yaml train.global_batch_size=8 \
         train.microbatch_size=2 "${short[@]}" --out "$work/steps-zamba2.json" "$@"
 }
 
 decoding() {
-    step decoding-zamba2 300 "$python" -m benchmarks.decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
-    step decoding-mpt 200 "$python" -m benchmarks.decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
+    step decoding-zamba2 300 "$python" -m benchmarks decoding yamls/pretrain/zamba2-1.2b.yaml --batch 64 --new 120 "$@"
+    step decoding-mpt 200 "$python" -m benchmarks decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
 }
 
 serving() { # two models at a time: what shares the GPU's memory must fit
     local options='{"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4294967296,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
-    local bench=("$python" -m benchmarks.serving --vllm "${VLLM:?}" --batch 1 8 64 --vllm-options "$options")
+    local bench=("$python" -m benchmarks serving --vllm "${VLLM:?}" --batch 1 8 64 --vllm-options "$options")
     step serving-mamba2 150 "${bench[@]}" yamls/pretrain/mamba2-1.3b.yaml --out "$work/mamba2" "$@"
     step serving-hybrids 220 "${bench[@]}" yamls/bench/nemotron-h-1b.yaml yamls/pretrain/zamba2-1.2b.yaml --out "$work/hybrids" "$@"
 }
 
 loader() { # the share of a step spent waiting for data, from a store on this machine that answers after 50 ms
-    step loader-wait 150 "$python" -m benchmarks.loader wait yamls/pretrain/mpt-125m.yaml --steps 36 --shard-mb 2 \
+    step loader-wait 150 "$python" -m benchmarks loader wait yamls/pretrain/mpt-125m.yaml --steps 36 --shard-mb 2 \
         train.microbatch_size=64 train.cuda_graphs=on "$@"
 }
 
@@ -219,7 +219,7 @@ automatic() { # microbatch_size: auto and activation_checkpointing: auto beside 
     while read -r name batch seq_len sweep; do
         [[ " ${ONLY:-$name} " == *" $name "* ]] || continue
         # shellcheck disable=SC2086
-        step "automatic-$name" 200 "$python" -m benchmarks.automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
+        step "automatic-$name" 200 "$python" -m benchmarks automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
             train.global_batch_size="$batch" data.seq_len="$seq_len" --sweep $sweep --seconds 80 --out "$work/$name.json" "$@"
     done <<'MODELS'
 mpt-3b 8 2048 none:8,4 selective:8
@@ -231,17 +231,12 @@ MODELS
 }
 
 kept_x2() { # tokens/s per GPU on two GPUs and on each of them, default sharding, the same batch
-    step kept "$limit" "$python" -m benchmarks.kept "$work/kept" --gpus 2 --seconds $((limit - SECONDS - 25)) \
+    step kept "$limit" "$python" -m benchmarks kept "$work/kept" --gpus 2 --seconds $((limit - SECONDS - 25)) \
         --case yamls/pretrain/zamba2-2.7b.yaml 4096 2 16 --case yamls/bench/mpt-1b.yaml 2048 16 "${MPT_BATCH:-128}" "$@"
 }
 
-overlap_x2() { # what overlapping gains Llama
-    step overlap-llama 90 "$python" -m benchmarks.overlap --nproc 2 yamls/pretrain/llama3-8b.yaml 'model.layers=attn*16' data.seq_len=8192 \
-        train.microbatch_size=1 train.global_batch_size=8 train.sharding.strategy=grad_op --out "$work/overlap-llama.json"
-}
-
 llama_x2() { # Llama-3-8B beside torchtitan: float8, then bf16
-    step llama "$limit" "$python" -m benchmarks.many_gpus "$work/llama" --gpus 2 --cold --timed 20 --llama-microbatches 4 \
+    step llama "$limit" "$python" -m benchmarks many_gpus "$work/llama" --gpus 2 --cold --timed 20 --llama-microbatches 4 \
         --only llama-float8 llama --seconds $((limit - SECONDS - 25)) --torchtitan "${TORCHTITAN:?}" "$@"
 }
 
@@ -264,10 +259,10 @@ float8() { # float8 beside bf16 on one GPU: 16 of MPT-7B's layers, Zamba2-2.7B; 
         'train.float8={}' 'train.duration=500 steps' 'train.profile={steps: 1, after: 7, memory: true}' logging.step_times=10 "$@"
 }
 
-grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file
+grid() { # what benchmarks/results/kernels/grid.csv lacks, ours first; a cell is measured again where its rows are taken out of the file
     public_packages
-    local bench=("$python" -m benchmarks.grid --out "$work/grid.csv")
-    cp benchmarks/grid.csv "$work/"
+    local bench=("$python" -m benchmarks grid --out "$work/grid.csv")
+    cp benchmarks/results/kernels/grid.csv "$work/"
     step grid-ours 170 "${bench[@]}" --only attention --backends triton --seconds 140 "$@"
     step grid-scan 200 "${bench[@]}" --only ssd others --seconds 170 "$@"
     step grid-public 200 "${bench[@]}" --only attention --backends sdpa:cudnn sdpa:flash varlen flex --seconds 170 "$@"
@@ -276,7 +271,7 @@ grid() { # what benchmarks/grid.csv lacks, ours first; a cell is measured again 
 convergence() { # four models of about 100M parameters, 20 s of training each
     local site models=(yamls/pretrain/{mpt-125m,mamba2-130m}.yaml yamls/bench/zamba2-105m.yaml yamls/pretrain/gdn-130m.yaml)
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step convergence 300 "$python" -m benchmarks.convergence "${models[@]}" --seconds 20 --sources stdlib \
+    step convergence 300 "$python" -m benchmarks convergence "${models[@]}" --seconds 20 --sources stdlib \
         "$site"/{torch,transformers,sympy,scipy} --max-bytes 100000000 --out "$work/convergence" --set train.global_batch_size=32 \
         train.microbatch_size=32 'schedule={type: constant, warmup: 30 steps}' "$@"
 }
@@ -284,7 +279,7 @@ convergence() { # four models of about 100M parameters, 20 s of training each
 curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
     local model=yamls/pretrain/mpt-125m.yaml site
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step curves 300 "$python" -m benchmarks.convergence "bf16=$model" "float8=$model" "muon=$model" --steps 2000 --seconds 120 \
+    step curves 300 "$python" -m benchmarks convergence "bf16=$model" "float8=$model" "muon=$model" --steps 2000 --seconds 120 \
         --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 100000000 --out "$work/curves" \
         --for float8 'train.float8={small_products: true, all_gather: false}' --for muon optimizer.type=muon --set train.global_batch_size=8 \
         train.microbatch_size=8 'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
@@ -293,14 +288,14 @@ curves() { # 2,000 steps of MPT-125M: bf16, float8, and Muon
 reduction_x2() { # MPT-125M on two GPUs, gradients summed in fp32 and in bf16, and fp32 once more: all beside each other
     local model=yamls/pretrain/mpt-125m.yaml site
     site=$("$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-    step reduction "$limit" "$python" -m benchmarks.convergence "fp32=$model" "bf16=$model" "fp32-twice=$model" --nproc 2 --beside \
+    step reduction "$limit" "$python" -m benchmarks convergence "fp32=$model" "bf16=$model" "fp32-twice=$model" --nproc 2 --beside \
         --steps 2000 --seconds $((limit - SECONDS - 90)) --sources stdlib "$site"/{torch,transformers,sympy,scipy} --max-bytes 60000000 \
         --out "$work/reduction" --for bf16 train.sharding.reduce_dtype=bf16 --set train.global_batch_size=8 train.microbatch_size=4 \
         'schedule={type: cosine, warmup: 100 steps}' 'train.duration=2000 steps' "$@"
 }
 
 eight() { # [--only PART …] [--try]
-    step eight "$limit" "$python" -m benchmarks.many_gpus "$work" --gpus "$(nvidia-smi -L | wc -l)" --seconds $((limit - SECONDS - 25)) \
+    step eight "$limit" "$python" -m benchmarks many_gpus "$work" --gpus "$(nvidia-smi -L | wc -l)" --seconds $((limit - SECONDS - 25)) \
         ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} "$@"
 }
 
@@ -325,7 +320,6 @@ case $part in
 checkpoint-x2) checkpoint_x2 "$@" ;;
 parallel-x2) parallel_x2 "$@" ;;
 kept-x2) kept_x2 "$@" ;;
-overlap-x2) overlap_x2 "$@" ;;
 llama-x2) llama_x2 "$@" ;;
 reduction-x2) reduction_x2 "$@" ;;
 three-columns) three_columns "$@" ;;

@@ -10,6 +10,7 @@ import torch
 from llmtrain import cli
 from llmtrain.bench.kernels.command import OPERATIONS
 from llmtrain.doctor import report, selftest
+from llmtrain.kernels import operation as operations
 from llmtrain.kernels import platform, registry, tuning
 from tests.cli.test_bench_train import write_sweep
 
@@ -45,13 +46,13 @@ def test_doctor_says_what_serves_and_tests_it(capsys):
 
 
 def test_doctor_fails_where_what_auto_chooses_computes_wrongly(capsys, monkeypatch):
-    right = selftest._function
+    right = selftest.function
 
-    def wrong(exam, backend, here):
-        kernel = right(exam, backend, here)
-        return (lambda *tensors: 1.5 * kernel(*tensors)) if backend == "sdpa:cpu" else kernel
+    def wrong(one, shape, backend, here):
+        kernel = right(one, shape, backend, here)
+        return (lambda *tensors: 1.5 * kernel(*tensors)) if backend == "sdpa:cpu" else kernel  # type: ignore[operator]
 
-    monkeypatch.setattr(selftest, "_function", wrong)
+    monkeypatch.setattr(selftest, "function", wrong)
     status, out, _ = run(capsys, "doctor")
     assert status == 1
     assert "attention (causal): auto chooses sdpa:cpu, which fails here" in out
@@ -59,17 +60,17 @@ def test_doctor_fails_where_what_auto_chooses_computes_wrongly(capsys, monkeypat
 
 
 def test_doctor_goes_on_when_a_backend_that_nobody_chooses_raises(capsys, monkeypatch):
-    right = selftest._function
+    right = selftest.function
 
-    def broken(exam, backend, here):
-        if backend == "reference" and exam.operation == "conv1d" and exam.spec.dtype == "bfloat16":
+    def broken(one, shape, backend, here):
+        if backend == "reference" and one.name == "conv1d" and shape.spec.dtype == "bfloat16":
             raise RuntimeError("no such luck")
-        return right(exam, backend, here)
+        return right(one, shape, backend, here)
 
-    monkeypatch.setattr(selftest, "_function", broken)
+    monkeypatch.setattr(selftest, "function", broken)
     found = report.findings(platform.cpu(), "bfloat16", test=True)
-    assert registry.resolve("conv1d", "auto", next(e for e in selftest.exams("bfloat16") if e.operation == "conv1d").spec,
-                            platform.cpu()).name == "aten"  # fmt: skip
+    [(_, shape)] = operations.operation("conv1d").selftests("bfloat16")
+    assert registry.resolve("conv1d", "auto", shape.spec, platform.cpu()).name == "aten"
     # aten is compared with the reference, so it cannot pass here either.
     failed = {f.backend: f.failed for f in found if f.failed}
     assert failed.keys() == {"reference", "aten"} and failed["reference"] == "RuntimeError: no such luck"
@@ -100,7 +101,7 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["kernels", "--only", "softmax"], "nothing to measure in 'softmax'; there is attention"),
         (["kernels", "--match", "xyz"], "no cell is left; there is:\n  attention head_dim 32 T=128"),
         (["kernels", "--peer-path", "/nowhere"], "--peer-path /nowhere is no folder"),
-        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, ssd"),
+        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, rotary, norm, ssd"),
         (["tune", "--shape", "head_dim"], "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'"),
         (
             ["tune", "--shape", "headdim=64"],
@@ -117,7 +118,7 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["tune"], "bench tune times kernels on a GPU, and this machine has none"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_compiled(capsys, words, told):
+def test_rejects_what_is_wrong_before_anything_is_compiled(capsys, words, told):
     status, _, err = run(capsys, "bench", *words)
     assert status == 2
     assert told in err
@@ -198,7 +199,7 @@ SIZE = "a size is a whole number above 0, at most 4194304"
         ("kernels --only norm --compile-seconds nan", "--compile-seconds nan: expected at least 0"),
     ],
 )
-def test_what_no_kernel_can_have_is_told_in_one_line(capsys, monkeypatch, tmp_path, words, told):
+def test_rejects_in_one_line_what_no_kernel_can_have(capsys, monkeypatch, tmp_path, words, told):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "bench", *words.split())
     assert status == 2 and out == "" and err.count("\n") == 1
@@ -206,7 +207,7 @@ def test_what_no_kernel_can_have_is_told_in_one_line(capsys, monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_variants_of_attention_are_told_as_help_lists_them(capsys):
+def test_rejects_an_unknown_variant_and_names_those_that_help_lists(capsys):
     _, _, err = run(capsys, "bench", "tune", "--variant", "foo")
     told = err.strip().partition("; there is ")[2].split(", ")
     with pytest.raises(SystemExit):
@@ -224,7 +225,7 @@ def test_variants_of_attention_are_told_as_help_lists_them(capsys):
 
 @pytest.mark.parametrize("words", ["kernels --only norm", "train SWEEP"])
 @pytest.mark.parametrize("place", ["file", "/proc/x"])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path, words, place):
+def test_rejects_a_folder_that_cannot_be_written_before_anything_runs(capsys, tmp_path, words, place):
     write_sweep(tmp_path, {"precisions": ["fp32"]})
     (tmp_path / "file").touch()
     out = str(tmp_path / place)
@@ -234,7 +235,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, tm
     assert err.startswith(f"--out {out}: ") and err.endswith("; choose another\n") and err.count("\n") == 1
 
 
-def test_a_place_for_rows_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path):
+def test_rejects_a_place_for_rows_that_cannot_be_written_before_anything_runs(capsys, tmp_path):
     for out, told in (
         (tmp_path, f"{tmp_path} is a folder, where rows need a file; name one, such as --out {tmp_path}/tuning.yaml\n"),
         ("/proc/x.yaml", "no row can be written to /proc/x.yaml: /proc cannot be written to"),

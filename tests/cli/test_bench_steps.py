@@ -1,11 +1,11 @@
-"""`python -m benchmarks.steps` and `.gradients`: the same training steps by different kernels."""
+"""`python -m benchmarks steps` and `.gradients`: the same training steps by different kernels."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks import gradients, steps
+from benchmarks.programs.training import gradients, steps
 from llmtrain.config.report import ConfigError
 
 TINY = [

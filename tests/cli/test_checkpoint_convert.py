@@ -190,7 +190,9 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     from composer.utils import FSDP2Config
 
     from llmtrain.models.causal_lm import CausalLM
+    from llmtrain.models.config import LossConfig
     from llmtrain.models.hybrid import HybridLM
+    from llmtrain.objectives.next_token import NextToken
     from llmtrain.train.composer_model import ComposerHybridLM
 
     model = HybridLM(config)
@@ -199,7 +201,10 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     optimizer = torch.optim.AdamW(model.parameters())
     sharding: Any = {"fsdp": FSDP2Config(state_dict_type="sharded")} if sharded else None
     trainer = Trainer(
-        model=ComposerHybridLM(CausalLM(model)), optimizers=optimizer, parallelism_config=sharding, progress_bar=False
+        model=ComposerHybridLM(CausalLM(model), NextToken(LossConfig())),
+        optimizers=optimizer,
+        parallelism_config=sharding,
+        progress_bar=False,
     )
     trainer.save_checkpoint(str(out / "ep0-ba0-rank{rank}.pt"))
     trainer.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import conversion
+from benchmarks.programs.models import conversion
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES
 from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint

@@ -45,6 +45,27 @@ def small(tmp_path) -> Path:
     return checkpoints.save(tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300))
 
 
+def test_import_refuses_links_that_lead_out_of_the_folder_but_not_the_hubs_cache(small, tmp_path, capsys):
+    cache = tmp_path / "models--x"
+    convert(capsys, "export", small, cache / "snapshots" / "abc")
+    (cache / "blobs").mkdir()
+    folder = cache / "snapshots" / "abc"
+    for number, file in enumerate(list(folder.iterdir())):
+        file.rename(cache / "blobs" / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    convert(capsys, "import", folder, tmp_path / "from the cache")
+    (tmp_path / "private").write_text("secret")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "private")
+    said = refused(capsys, "import", folder, tmp_path / "out")
+    assert f"chat_template.jinja is a link that leads out of {folder}, to {tmp_path / 'private'}" in said
+    (folder / "chat_template.jinja").unlink()
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "x.jinja").write_text("secret")
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    assert "additional_chat_templates is a link" in refused(capsys, "import", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_existing_folder_is_refused(small, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()

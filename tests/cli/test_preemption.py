@@ -53,6 +53,32 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
     assert f"(step {step} of {step + 3})" in text
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--nproc", "2", "data.num_workers=1"], pytest.param(["data.num_workers=1"], marks=pytest.mark.slow)],
+    ids=["two", "one process"],
+)
+def test_ctrl_c_saves_and_ends_with_130(project, arguments):
+    """A terminal sends it to every process of the command: the launcher, the ranks, and the workers that read data."""
+    project.write(ENDLESS)
+    process = project.start([*LLMTRAIN, "train", "run.yaml", *arguments], start_new_session=True)
+    try:
+        wait_for(lambda: steps(project) > 3)
+        os.killpg(process.pid, signal.SIGINT)
+        text, _ = process.communicate(timeout=110)
+        assert living(project.folder) == []
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 130, text
+    [name] = project.checkpoints()
+    assert text.count("Ctrl-C: saving after this step, within 120 s; a second one ends at once") == 1
+    assert (
+        f"Ctrl-C: saved step {int(name[5:])} in {project.run_dir}/checkpoints/{name}; the same command continues"
+        in text
+    )
+    assert "Traceback" not in text and steps(project) == int(name[5:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
 def test_a_signal_during_the_start_is_143_as_well(project, arguments):
@@ -124,6 +150,23 @@ def has_torch(pid: int) -> bool:
 def environment(pid: int) -> bytes:
     with open(f"/proc/{pid}/environ", "rb") as file:
         return b"\0" + file.read()
+
+
+def test_a_run_whose_folder_is_renamed_says_so_and_saves_nothing_under_the_old_name(project):
+    project.write(ENDLESS | {"checkpoint.interval": "4 steps"})
+    process = project.start([*LLMTRAIN, "train", "run.yaml"])
+    renamed = project.folder / "renamed"
+    try:
+        wait_for(lambda: (project.run_dir / "checkpoints" / "step-00000004").exists())
+        project.run_dir.rename(renamed)
+        time.sleep(3)  # some saves
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 1
+    assert f"{project.run_dir} was renamed to {renamed} while the run works in it: give it its name back" in text
+    assert "Traceback" not in text and not project.run_dir.exists()
 
 
 def command_on_a_full_disk(*arguments: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.three_columns import TaskRequests, as_markdown, compare, main
+from benchmarks.programs.models.three_columns import TaskRequests, as_markdown, compare, main
 from llmtrain.errors import exit_status
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import Loglikelihood, LoglikelihoodRequest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.kernels import accumulate
 from llmtrain.schema.config import Config
-from llmtrain.train.callbacks.gradient_sync import GradientSync
 from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.step import GradientSync
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 
@@ -26,18 +25,14 @@ def gathered(model: torch.nn.Module) -> set[str]:
 
 
 def step(config: Config, marked: bool) -> tuple[list[set[str]], list[torch.Tensor]]:
-    """A job: parts that are gathered after each microbatch of a step, and the gradients. marked: GradientSync is told of each."""
+    """A job: parts that are gathered after each microbatch of a step, and the gradients. marked: each is marked by GradientSync."""
     model, _ = sharded.build_causal_lm(config)
     model.zero_grad()
     sync = GradientSync(model, config.train.sharding)
-    state: Any = SimpleNamespace(batch={"sample_ids": [0] * 2 * MICROBATCHES}, device_train_microbatch_size=2)
-    logger: Any = None
     stays = []
-    if marked:
-        sync.batch_start(state, logger)
     for i in range(MICROBATCHES):
         if marked:
-            sync.before_forward(state, logger)
+            sync.mark(i == MICROBATCHES - 1)
         tokens = torch.arange(i, i + 64).reshape(2, 32)
         model.loss(tokens, tokens).loss.backward()
         stays.append(gathered(model))

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from llmtrain.objectives.base import Batch, Objective, compute_loss
 from llmtrain.schema.config import Config
-from llmtrain.train import run
+from llmtrain.train import build, run
 from llmtrain.train.graphs import cuda_graphs
 from llmtrain.train.graphs import persistent_weights as held_weights
 from llmtrain.train.graphs.cuda_graphs import MicrobatchGraph, NoGraph, added_to
@@ -39,16 +40,15 @@ class WithoutGraphs(MicrobatchGraph):
     most = 8
     """Sequences of a microbatch for which rank 1 can make them."""
 
-    def __init__(self, model: Any, batch: tuple[torch.Tensor | None, ...]):
-        self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
+    def __init__(self, model: Any, objective: Objective, batch: Batch):
+        self.model, self.objective = model, objective
+        self.batch = {name: batch[name].clone() for name in self._read(batch)}
         self._backward_of = self._forwards = self.nbytes = 0
         self._within_step = False
         self.weights = PersistentUnshardedWeights(model)
         with self.weights.read():
             self.sums = self.weights.zeros()
-        input_ids = self.batch[0]
-        assert input_ids is not None
-        if dist.get_rank() == 1 and len(input_ids) > WithoutGraphs.most:
+        if dist.get_rank() == 1 and len(self.batch["input_ids"]) > WithoutGraphs.most:
             raise NoGraph("no memory would be left")
         WithoutGraphs.made += 1
         self.reached = list(range(len(self.sums)))
@@ -59,7 +59,7 @@ class WithoutGraphs(MicrobatchGraph):
     def passes(self) -> None:
         self.gradients = [torch.zeros_like(total) for total in self.sums]
         with torch.enable_grad(), self.reading(), added_to(self.gradients, self.weights.leaves):
-            output = self.model.loss(*self.batch)
+            output = compute_loss(self.model, self.objective, self.batch)
             output.loss.backward()
         self.loss, self.ce, self.z, self.n_tokens = (
             t.detach() for t in (output.loss, output.ce, output.z, output.n_tokens)
@@ -145,6 +145,6 @@ def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, 
 def searched(config: Config) -> tuple[int, Any]:
     """A job: `trained`, with a search as on a GPU."""
     gains = patch.object(cuda_graphs, "gained_by_run", lambda *args: 1.0)
-    gauged = patch.object(run, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
+    gauged = patch.object(build, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
     with gains, gauged:
         return trained(config, True, most=1)

@@ -29,7 +29,7 @@ def with_fake_memory(
     """
     tried: list[int] = []
     limited_here = poor is None or poor == torch.distributed.get_rank()
-    choose, loss = microbatch.choose_microbatch, CausalLM.loss
+    choose, call = microbatch.choose_microbatch, CausalLM.__call__
 
     def limited(self: CausalLM, input_ids: torch.Tensor, *rest: Any) -> Any:
         if torch.is_grad_enabled():
@@ -39,7 +39,7 @@ def with_fake_memory(
         if limits and in_backward:
             layer: Any = self.hybrid.blocks[1]
             hooks = [layer.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)]
-        found = loss(self, input_ids, *rest)
+        found = call(self, input_ids, *rest)
         for hook in hooks:
             hook.remove()
         if limits and not in_backward:  # in the middle of things: between the forward and the backward pass
@@ -47,8 +47,8 @@ def with_fake_memory(
         return found
 
     with (
-        patch.object(CausalLM, "loss", limited),
-        patch("llmtrain.train.run.choose_microbatch", lambda *args: choose(*args, gauge=Gauge())),
+        patch.object(CausalLM, "__call__", limited),
+        patch("llmtrain.train.build.choose_microbatch", lambda *args: choose(*args, gauge=Gauge())),
     ):
         return runs.train(config), tried
 

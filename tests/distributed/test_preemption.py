@@ -1,4 +1,4 @@
-"""SIGTERM on one rank: its effect on all, the second signal, the time limit."""
+"""SIGTERM or Ctrl-C on one rank: its effect on all, the second signal, the time limit."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import pytest
 import torch.distributed as dist
 
 from llmtrain.distributed.world import free_port, initialize, rank_environment
-from llmtrain.errors import Preempted
 from llmtrain.train.faults.preemption import Preemption
 
 
-def take_steps(signalled_rank: int, at: int) -> list[bool]:
+def take_steps(signalled_rank: int, at: int, number: int) -> tuple[list[bool], int]:
     with Preemption(60) as preemption:
         found = []
         for step in range(6):
             if step == at and dist.get_rank() == signalled_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             found.append(preemption.signalled())
-    return found
+    return found, preemption.number
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("signalled_rank", [0, 1])
-def test_the_signal_takes_effect_on_all_ranks_one_step_later(ranks, signalled_rank):
-    before = signal.getsignal(signal.SIGTERM)
-    assert ranks(2).run(take_steps, signalled_rank, 2) == [[False, False, False, True, True, True]] * 2
-    assert signal.getsignal(signal.SIGTERM) == before
+def test_the_signal_takes_effect_on_all_ranks_one_step_later(ranks, signalled_rank, number):
+    before = signal.getsignal(number)
+    expected = [False, False, False, True, True, True], int(number)
+    assert ranks(2).run(take_steps, signalled_rank, 2, number) == [expected] * 2
+    assert signal.getsignal(number) == before
 
 
 def hang(note: Path, grace_seconds: float) -> None:
@@ -43,6 +44,7 @@ def hang(note: Path, grace_seconds: float) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     ("grace_seconds", "at"),
     [
@@ -50,7 +52,7 @@ def hang(note: Path, grace_seconds: float) -> None:
         pytest.param(600.0, [0.0, 0.1, 3.0, 6.0], id="a second signal, and one that is an echo"),
     ],
 )
-def test_it_ends_by_itself(tmp_path, grace_seconds, at):
+def test_it_ends_by_itself(tmp_path, grace_seconds, at, number):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["llmtrain.train.run"])
     process = context.Process(target=hang, args=(tmp_path / "note", grace_seconds))
@@ -62,7 +64,7 @@ def test_it_ends_by_itself(tmp_path, grace_seconds, at):
     for moment in at:
         process.join(max(began + moment - time.monotonic(), 0))
         if process.is_alive():  # the last is for a process so slow that it noted the first late
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
     process.join(60)
-    assert process.exitcode == Preempted.status
+    assert process.exitcode == 128 + number
     assert time.monotonic() - began >= min(grace_seconds, 2.0)

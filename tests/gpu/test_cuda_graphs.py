@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import LossOutput
+from llmtrain.objectives.base import Batch, compute_loss
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph
 from llmtrain.train.parallel import compile_layers
 
@@ -18,6 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
+OBJECTIVE = NextToken(LossConfig())
 MODEL = {
     "vocab_size": 512,
     "d_model": 256,
@@ -45,15 +50,24 @@ def model(compiled: bool = True, **changes: object) -> CausalLM:
     return CausalLM(hybrid, LossConfig())
 
 
-def batch(seed: int, rows: int = 2, documents: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def batch(seed: int, rows: int = 2, documents: bool = False) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     ids = torch.randint(512, (rows, 256), device="cuda")
     labels = ids.roll(-1, 1)
     labels[:, -1 - seed :] = -100
-    packed = (
-        torch.randint(0, 2, ids.shape, device="cuda").cumsum(1).div(40, rounding_mode="floor") if documents else None
-    )
-    return ids, labels, packed
+    found = {"input_ids": ids, "labels": labels}
+    if documents:
+        borders = torch.randint(0, 2, ids.shape, device="cuda")
+        found["document_ids"] = borders.cumsum(1).div(40, rounding_mode="floor")
+    return found
+
+
+def graphed(of: CausalLM, microbatches: int, required: bool = False) -> GraphedLoss:
+    return GraphedLoss(of, OBJECTIVE, microbatches, required)
+
+
+def plain(of: CausalLM) -> Callable[[Batch], LossOutput]:
+    return partial(compute_loss, of, OBJECTIVE)
 
 
 def gradients(of: CausalLM) -> list[torch.Tensor]:
@@ -66,7 +80,7 @@ def step(of: CausalLM, loss_of, batches, graphs: GraphedLoss | None = None) -> t
     of.zero_grad(set_to_none=True)
     outputs: list[LossOutput] = []
     for number, each in enumerate(batches):
-        output = loss_of(*each)
+        output = loss_of(each)
         (output.loss * (number + 1) / 4).backward()
         outputs.append(LossOutput(*(t.detach() for t in vars(output).values())))
         del output
@@ -79,10 +93,10 @@ def step(of: CausalLM, loss_of, batches, graphs: GraphedLoss | None = None) -> t
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_loss_and_gradients_are_those_of_the_microbatch_as_it_is(microbatches: int, documents: bool):
     ours = model()
-    graphs = GraphedLoss(ours, microbatches, required=True)
+    graphs = graphed(ours, microbatches, required=True)
     for seed in range(3):  # the first step runs without graphs, the second makes them
         batches = [batch(10 * seed + i, documents=documents) for i in range(microbatches)]
-        wanted, expected = step(ours, ours.loss, batches)
+        wanted, expected = step(ours, plain(ours), batches)
         found, got = step(ours, graphs, batches)
         assert found == wanted
         assert len(got) == len(expected) == len(list(ours.parameters()))
@@ -92,18 +106,18 @@ def test_loss_and_gradients_are_those_of_the_microbatch_as_it_is(microbatches: i
 
 def test_other_shapes_and_validation_between_microbatches_do_not_disturb():
     ours = model()
-    graphs = GraphedLoss(ours, 1, required=True)
+    graphs = graphed(ours, 1, required=True)
     for _ in range(2):
         step(ours, graphs, [batch(0)])
     mixed = [batch(1), batch(2, rows=1), batch(3)]
-    wanted, expected = step(ours, ours.loss, mixed)
+    wanted, expected = step(ours, plain(ours), mixed)
     with torch.no_grad():
-        validation = float(ours.loss(*batch(4)).loss)
+        validation = float(plain(ours)(batch(4)).loss)
 
-    def interrupted(*each):
-        output = graphs(*each)
+    def interrupted(each):
+        output = graphs(each)
         with torch.no_grad():
-            assert float(graphs(*batch(4)).loss) == validation
+            assert float(graphs(batch(4)).loss) == validation
         return output
 
     found, got = step(ours, interrupted, mixed, graphs)
@@ -114,9 +128,9 @@ def test_other_shapes_and_validation_between_microbatches_do_not_disturb():
 
 def test_weights_that_change_are_read_anew():
     ours = model()
-    graphs = GraphedLoss(ours, 1, required=True)
+    graphs = graphed(ours, 1, required=True)
     for seed in range(5):
-        wanted, expected = step(ours, ours.loss, [batch(seed)])
+        wanted, expected = step(ours, plain(ours), [batch(seed)])
         found, got = step(ours, graphs, [batch(seed)])
         assert found == wanted and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         with torch.no_grad():
@@ -126,11 +140,11 @@ def test_weights_that_change_are_read_anew():
 
 def test_dropout_draws_what_it_would_without_graphs():
     ours = model(dropout=0.2)
-    graphs = GraphedLoss(ours, 1, required=True)
+    graphs = graphed(ours, 1, required=True)
     for seed in range(4):
         each = batch(seed)
         torch.manual_seed(100 + seed)
-        wanted, _ = step(ours, ours.loss, [each, each])
+        wanted, _ = step(ours, plain(ours), [each, each])
         torch.manual_seed(100 + seed)
         found, _ = step(ours, graphs, [each, each])
         assert found == wanted
@@ -139,10 +153,10 @@ def test_dropout_draws_what_it_would_without_graphs():
 
 def test_a_backward_pass_belongs_to_the_newest_forward_pass():
     ours = model()
-    graphs = GraphedLoss(ours, 1, required=True)
+    graphs = graphed(ours, 1, required=True)
     for _ in range(2):
         step(ours, graphs, [batch(0)])
-    first, second = graphs(*batch(1)), graphs(*batch(2))
+    first, second = graphs(batch(1)), graphs(batch(2))
     with pytest.raises(RuntimeError, match="follows that of its forward pass"):
         first.loss.backward()
     second.loss.backward()
@@ -158,8 +172,8 @@ def test_a_microbatch_in_which_the_host_waits_has_no_graph(caplog: pytest.LogCap
     with pytest.raises(
         NoGraph, match=r"the host waits for the GPU within the microbatch \(.*test_cuda_graphs.py:\d+\)"
     ):
-        MicrobatchGraph(ours, batch(0))
-    graphs = GraphedLoss(ours, 1)
+        MicrobatchGraph(ours, OBJECTIVE, batch(0))
+    graphs = graphed(ours, 1)
     for seed in range(3):
         assert math.isfinite(step(ours, graphs, [batch(seed)])[0][0])
     assert graphs.graph is None
@@ -174,8 +188,8 @@ def test_a_capture_that_fails_is_told_and_training_goes_on():
             raise RuntimeError("as if it could not be recorded")
 
     hook = ours.hybrid.norm.register_forward_hook(fails)
-    graphs = GraphedLoss(ours, 1)
-    wanted = [step(ours, ours.loss, [batch(seed)]) for seed in range(3)]
+    graphs = graphed(ours, 1)
+    wanted = [step(ours, plain(ours), [batch(seed)]) for seed in range(3)]
     found = [step(ours, graphs, [batch(seed)]) for seed in range(3)]
     assert graphs.graph is None
     for (losses, expected), (got_losses, got) in zip(wanted, found, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.plan_work import work
+from benchmarks.harness.plan_work import work
 from llmtrain.eval.scoring.packed_plan import PackedPlan
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.kernels import platform

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.plan_work import work
+from benchmarks.harness.plan_work import work
 from llmtrain.distributed.world import World
 from llmtrain.eval.scoring.packed_plan import PackedPlan
 from llmtrain.eval.scoring.scorer import HybridScorer

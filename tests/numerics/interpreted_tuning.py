@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.bench.tune.operations import problem
+from llmtrain.kernels.operation import search
 from llmtrain.kernels.platform import Platform
 
 WHERE = Platform("nvidia", "sm90", "", 1 << 36, 1)
@@ -25,7 +25,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("operation, case, tensor", CASES)
 def test_a_right_launch_passes_and_a_wrong_result_does_not(operation, case, tensor):
-    made = problem(operation, {**case, "dtype": "float32"}, "cpu", WHERE)
+    made = search(operation, {**case, "dtype": "float32"}, "cpu", WHERE)
     for part in made.parts:
         first, *_, last = made.candidates(part, False)
         assert made.error(part, first) < made.tolerance
@@ -36,7 +36,7 @@ def test_a_right_launch_passes_and_a_wrong_result_does_not(operation, case, tens
 
 
 def test_what_is_not_given_a_launch_takes_the_tables():
-    made = problem("conv1d", {"channels": 24, "seq_len": 20, "tokens": 40}, "cpu", WHERE)
+    made = search("conv1d", {"channels": 24, "seq_len": 20, "tokens": 40}, "cpu", WHERE)
     run: Callable[[], Any] = made.runner("forward", None)
     (y,) = run()
     assert y.shape == (2, 20, 24)

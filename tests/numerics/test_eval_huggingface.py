@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.plan_work import work
+from benchmarks.harness.plan_work import work
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.lazy_checkpoint import LazyTensor
 from llmtrain.data.tokenize.tokenizer import TextTokenizer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain.bench.tune.ssd import Case
 from llmtrain.kernels import registry, tuning
+from llmtrain.kernels.operation import operation
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import default_launch, launch_backward, launch_forward
@@ -68,9 +68,9 @@ def test_few_chunks_have_their_heads_spread_over_programs(chunks, heads):
 @pytest.mark.parametrize("heads, d_state, public", [(80, 128, 695), (80, 64, 534), (64, 128, 558)])
 def test_forward_and_backward_take_no_more_memory_than_public_kernels(heads, d_state, public, seq_len):
     """public: MiB of state-spaces/mamba's at chunks of 256, bf16, 16,384 tokens; the least of the three on an H200."""
-    case = Case(heads, 64, d_state, seq_len=seq_len)
-    *tensors, dy = case.tensors("meta")
-    options = default_launch(case.spec, H200).dump()
+    spec = SSDSpec(heads, 64, d_state, 1, 256)
+    tensors, dy = operation("ssd").inputs(spec, 16384 // seq_len, seq_len, "meta")
+    options = default_launch(spec, H200).dump()
 
     def run() -> Any:
         given: list[Any] = [*tensors, None, None, None, None, options]

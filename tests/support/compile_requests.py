@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from llmtrain.bench.tune.compiling import StandIn, Task, platform_of
-from llmtrain.bench.tune.operations import problem
 from llmtrain.bench.tune.processes import Worker, serve
+from llmtrain.kernels.operation import search
 
 TIMEOUT_S = 600.0  # of all tasks, some 15 ms each
 
@@ -74,7 +74,7 @@ def _hashes(tasks: list[dict[str, Any]]) -> list[str]:
             for one in gc.get_objects():
                 if issubclass(type(one), JITFunction):
                     one.device_caches.clear()
-        one = problem(task["operation"], task["case"], "meta", platform_of(arch))
+        one = search(task["operation"], task["case"], "meta", platform_of(arch))
         noted.clear()
         one.runner(task["part"], task["launch"])()
         assert noted, task

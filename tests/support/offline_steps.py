@@ -1,4 +1,4 @@
-"""Kernels without tuning tables as a problem for the compilers of bench/tune: called with tensors without memory."""
+"""Kernels without tuning tables for the compilers of bench/tune: called with tensors without memory."""
 
 from __future__ import annotations
 
@@ -94,9 +94,15 @@ CASES = {
 }
 
 
-class Problem:
-    def __init__(self, case: Case, device: str, where: Platform):
+class Steps:
+    """In place of an operation of kernels/operation.py, with its search."""
+
+    def shape(self, fields: dict[str, Any]) -> Case:
+        return Case(**fields)
+
+    def search(self, case: Case, device: str, where: Platform) -> Steps:
         self.case, self.device, self.where = case, device, where
+        return self
 
     def runner(self, part: str, launch: None) -> Callable[[], Any]:
         return self._call
@@ -153,3 +159,6 @@ class Problem:
             window = half(batch, spec.width - 1, spec.channels).transpose(1, 2)
             weight, bias = half(spec.channels, spec.width), half(spec.channels)
             build(spec, self.where, "")(half(batch, spec.channels), window, weight, bias)
+
+
+OPERATION = Steps()

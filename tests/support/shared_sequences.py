@@ -22,7 +22,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import IGNORE
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
-from llmtrain.train.composer_model import own_part
+from llmtrain.train.batches import own_part
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from tests.support.whole import whole_tensors
 

@@ -10,16 +10,17 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.testing
 
 from llmtrain.bench.tune.measuring import Measured
-from llmtrain.bench.tune.operations import Attempt, Winner
 from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.operation import Operation, Shape
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.rotary.spec import RotarySpec
+from llmtrain.kernels.search import Attempt, Winner
 
 triton.testing.do_bench = lambda run, **_: run()
 BROKEN = "CUDA error: an illegal memory access was encountered"
@@ -29,20 +30,24 @@ def _refuse(*_: object) -> None:
     raise RuntimeError(BROKEN)
 
 
-@dataclass(frozen=True)
-class Case:
-    dtype: str = "bfloat16"
-    head_dim: int = 64
+class Toy:
+    """In place of an operation of kernels/operation.py, with its search."""
 
-    def refusal(self) -> None:
+    name, parts, tolerance = "toy", ("forward",), 0.01
+
+    def sized(self, dtype: str = "bfloat16", head_dim: int = 64) -> Shape:
+        return Shape(RotarySpec(head_dim, dtype), 1, 1)
+
+    def shape(self, fields: dict[str, Any]) -> Shape:
+        return Operation.shape(self, fields)  # type: ignore[arg-type]
+
+    def refusal(self, shape: Shape) -> None:
         """Nothing is refused."""
 
-
-class Problem:
-    parts, tolerance = ("forward",), 0.01
-
-    def __init__(self, case: Case, device: str, where: Platform):
-        self.case, self.device = case, device
+    def search(self, shape: Shape, device: str, where: Platform) -> Toy:
+        found: Any = Toy()
+        found.shape, found.spec = shape, shape.spec
+        return found
 
     def candidates(self, part: str, quick: bool) -> list[dict[str, Any]]:
         return [{"n": n} for n in range(1, 4 if quick else 8)]
@@ -74,3 +79,4 @@ class Problem:
 
 
 torch.cuda.synchronize = lambda *_: None
+OPERATION = Toy()

@@ -14,22 +14,24 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from llmtrain.bench.kernels import autotuned, report, scan
+from llmtrain.bench.kernels import autotuned, report
 from llmtrain.bench.kernels import command as kernels_command
-from llmtrain.bench.kernels.cell import Bar, Cell, Contender, Work, leaf, run_both
+from llmtrain.bench.kernels.cell import Bar, Cell
 from llmtrain.bench.kernels.measure import Ceilings, Result, measure
-from llmtrain.bench.tune import command, search
+from llmtrain.bench.kernels.peers import Contender
+from llmtrain.bench.tune import command
+from llmtrain.bench.tune import search as searching
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
-from llmtrain.bench.tune.operations import Attempt, Winner, problem
-from llmtrain.bench.tune.ssd import Case as SSDCase
 from llmtrain.commands.bench import add_bench
 from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.operation import Shape, Work, leaves, operation, run_both, search, wide
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Tile
-from llmtrain.kernels.ssd.reference import ReferenceSSD
+from llmtrain.kernels.search import Attempt, Winner
+from llmtrain.kernels.ssd.spec import SSDSpec
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
 
@@ -45,7 +47,7 @@ def tried() -> dict[int, Attempt]:
     attempts = [Attempt("forward", {"n": n}) for n in (1, 3, 4, 5, 8, 6, 7, 2)]
     spilled = Attempt("forward", {"n": 0}, problem="spills")
     with Measurer("tests.support.toy_problem", {}, "cpu", timeout_s=5) as measurer:
-        ranked = search.measure({"forward": [*attempts, spilled]}, measurer, quiet)
+        ranked = searching.measure({"forward": [*attempts, spilled]}, measurer, quiet)
     assert [(one.launch["n"], one.ms) for one in ranked["forward"]] == [(2, 1.0), (1, 2.0)]
     assert spilled.problem == "spills"
     return {one.launch["n"]: one for one in attempts}
@@ -74,9 +76,9 @@ def test_a_problem_that_cannot_be_made_says_why():
 def test_the_row_has_its_provenance_and_lands_in_the_file_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
-    made = problem("attention", {"head_dim": 64}, "meta", H200)
+    made = search("attention", {"head_dim": 64}, "meta", H200)
     winner = Winner("attention.forward", Launch(64, 32, 4, 2), 0.5, 1234, 2e11, "tflops")
-    row = search.row(winner, made, H200, "bfloat16", 4096, None)
+    row = searching.row(winner, made, H200, 4096, None)
     assert isinstance(row.provenance, dict)
     assert row.provenance["device"] == "NVIDIA H200" and row.provenance["tflops"] == 400.0
     file = command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
@@ -119,7 +121,7 @@ def test_rows_do_not_go_into_the_table_of_another_architecture():
         (["--out", str(tuning.FOLDER)], "is a folder, where rows need a file"),
     ],
 )
-def test_a_file_that_cannot_hold_the_rows_is_told_before_the_search(monkeypatch, words, told):
+def test_rejects_a_file_that_cannot_hold_the_rows_before_the_search(monkeypatch, words, told):
     monkeypatch.setattr(command.platform, "detect", lambda: H200)
     monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
     parser = argparse.ArgumentParser()
@@ -163,7 +165,7 @@ CASES = [
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
 def test_candidates_are_many_distinct_and_buildable(operation, case, arch):
     where = Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, 132)
-    made = problem(operation, case, "meta", where)
+    made = search(operation, case, "meta", where)
     for part in made.parts:
         few, many = made.candidates(part, True), made.candidates(part, False)
         assert 4 <= len(few) <= len(many) <= 100, (part, len(few), len(many))
@@ -174,7 +176,7 @@ def test_candidates_are_many_distinct_and_buildable(operation, case, arch):
 @pytest.mark.parametrize("operation, case", [case for case in CASES if case[0] in ("conv1d", "rotary")])
 def test_what_is_timed_is_what_a_row_makes_run(operation, case):
     """A row's launch is fitted to the problem: candidates are fitted already, the table's own first."""
-    made = problem(operation, case, "meta", H200)
+    made = search(operation, case, "meta", H200)
     for part in made.parts:
         first, *rest = made.candidates(part, False)
         if operation == "rotary":
@@ -197,7 +199,7 @@ def test_norms_are_timed_fitted_and_their_rows_run_as_long_as_other_numbers_of_t
         launched.append(next(each for each in given if isinstance(each, Tile)))
         raise Launched
 
-    made = problem(operation, case, "meta", H200)
+    made = search(operation, case, "meta", H200)
     for part in made.parts:
         monkeypatch.setattr(sys.modules[type(made).__module__].kernels, part, launch)
         candidates = made.candidates(part, False)
@@ -236,13 +238,13 @@ def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
-    made, kernel = problem(operation, {}, "meta", H200), kernel or f"{operation}.{part}"
+    made, kernel = search(operation, {}, "meta", H200), kernel or f"{operation}.{part}"
     slower = made.candidates(part, True)[0]
     best = {part: [Attempt(part, launch, 64, ms=0.5), Attempt(part, slower, ms=0.6)]}
     (winner,) = made.winners(best, lambda part, launch: Measured())
-    row = search.row(winner, made, H200, "bfloat16", None, None)
+    row = searching.row(winner, made, H200, None, None)
     assert isinstance(row.provenance, dict)
-    assert row.provenance["gbps"] == round(made.bytes(part) / 0.5e-3 / 1e9, 1)
+    assert row.provenance["gbps"] == round(made.work(part) / 0.5e-3 / 1e9, 1)
     command.write(argparse.Namespace(into_package=False, out=None), H200, [row])
     chosen = tuning.select(kernel, "bfloat16", shape, H200)
     assert chosen in tuning.own_rows("sm90") and chosen.launch == made.launch(**launch)
@@ -272,9 +274,9 @@ def test_candidates_around_the_scan_compile_without_a_gpu():
         ("rotary", tokens),
     ]
     tasks = []
-    for operation, case in cases:
-        made = problem(operation, case, "meta", H200)
-        tasks += [Task(operation, case, part, made.candidates(part, True)[-1]) for part in made.parts]
+    for name, case in cases:
+        made = search(name, case, "meta", H200)
+        tasks += [Task(name, case, part, made.candidates(part, True)[-1]) for part in made.parts]
     with Compilers(1) as compilers:
         found = dict(compilers.results(tasks))
     assert [found[i].problem(232_448) for i in range(len(tasks))] == [None] * 7
@@ -318,10 +320,10 @@ def test_errors_are_root_mean_squares_over_draws_of_the_inputs():
     def cell(first: int, draws: int = 1) -> Cell:
         def inputs(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
             g = torch.Generator().manual_seed(first + seed)
-            return [leaf(torch.randn(64, generator=g))], torch.randn(64, generator=g)
+            return leaves([torch.randn(64, generator=g)]), torch.randn(64, generator=g)
 
-        def exact(leaves: list[torch.Tensor], up: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return run_both(lambda x: 3 * x, [leaf(t.double()) for t in leaves], up.double())
+        def exact(given: list[torch.Tensor], up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return run_both(lambda x: 3 * x, wide(given), up.double())
 
         return Cell("ssd", "c", 64, ("y", "dx"), inputs, list, exact, Work(1, 1), Work(1, 1), draws=draws)
 
@@ -362,18 +364,16 @@ def test_what_failed_has_its_line_in_the_table_and_none_in_the_picture(tmp_path:
 
 
 def test_exact_gradients_are_those_of_all_sequences_together():
-    case = SSDCase(heads=2, head_dim=8, d_state=8, seq_len=32, dtype="float32", tokens=96)
-    *tensors, dy = case.tensors("cpu")
-    leaves = [leaf(t) for t in tensors]
-    reference = ReferenceSSD(case.spec)
-    whole = run_both(lambda *t: reference(*t)[0], [leaf(t.double()) for t in tensors], dy.double())
-    torch.testing.assert_close(scan.by_sequence(lambda *t: reference(*t)[0], leaves, dy), scan.last_sequence(whole))
+    ssd, shape = operation("ssd"), Shape(SSDSpec(2, 8, 8, 1, 256, dtype="float32"), 3, 32)
+    tensors, dy = ssd.draw(shape)
+    whole = run_both(ssd.reference(shape, "cpu"), wide(tensors), dy.double())
+    torch.testing.assert_close(ssd.exact(shape, tensors, dy), ssd.pieces(shape, whole))
 
 
 def test_a_form_of_the_forward_is_checked_by_running_it():
     """One sequence of 60 heads fills no H200, where the sequential scan would go unchecked for the other form."""
-    made = problem("ssd", {"heads": 60}, "meta", H200)
-    assert made._forward_form(made.launch, 1) is None
+    made = search("ssd", {"heads": 60}, "meta", H200)
+    assert made._forward_form(made.base, 1) is None
     for part in made.parts:
         launch = made.candidates(part, True)[0]
         found = made.checked(part, launch)
@@ -384,16 +384,16 @@ def test_a_form_of_the_forward_is_checked_by_running_it():
         assert launch == asdict(getattr(found, part.split("/")[0]))
     ways = []
     for num_sms in (110, 240, 132):  # 4 sequences: 2.2 waves; one; nearly one of two programs to a processor
-        whole = replace(made.launch, num_sms=num_sms)
+        whole = replace(made.base, num_sms=num_sms)
         ways.append(made._forward_form(made.checked("whole", asdict(whole)), 1))
         assert ways[-1] == made._forward_form(whole, 4)
-    assert ways == [None, made.launch.sequential_scan, made.launch.sequential_scan_shared_sm]
+    assert ways == [None, made.base.sequential_scan, made.base.sequential_scan_shared_sm]
 
 
 def test_the_best_kernels_of_a_scan_are_tried_together_and_what_was_not_searched_stays():
     """Times: 3 ms for the table's launch, 1 ms with the candidate's scan."""
-    made = problem("ssd", {"heads": 4, "head_dim": 32, "d_state": 32, "tokens": 256, "seq_len": 256}, "meta", H200)
-    own = made.launch
+    made = search("ssd", {"heads": 4, "head_dim": 32, "d_state": 32, "tokens": 256, "seq_len": 256}, "meta", H200)
+    own = made.base
 
     def measurer(part: str, launch: dict) -> Measured:
         assert part == "whole"

@@ -5,10 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from llmtrain.bench.attention_shape import AttentionShape
 from llmtrain.bench.tune import backends, config_command
 from llmtrain.bench.tune.config_cases import items, shapes
-from llmtrain.bench.tune.operations import problem
 from llmtrain.commands.bench import add_bench
 from llmtrain.doctor import blocks
 from llmtrain.errors import UserError
@@ -17,6 +15,7 @@ from llmtrain.kernels.attention import measured
 from llmtrain.kernels.attention.measured import Cell, Row
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.triton_launch import Launch
+from llmtrain.kernels.operation import Shape, search
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.load import load_config
 
@@ -49,17 +48,15 @@ def test_every_kernel_of_a_model_becomes_a_case_that_its_problem_takes(name):
     found = items(config, H200)
     assert len(found) == len(set(found)) > 0
     for item in found:
-        made = problem(item.module, dict(item.case), "meta", H200)
+        made = search(item.operation, item.shape.fields(), "meta", H200)
         assert all(made.candidates(part, quick=True) for part in made.parts)
     kernels = [part.kernel(config.model.d_model) for block in config.model.blocks.values() for _, part in block.parts()]
     attention = {kernel.spec for kernel in kernels if kernel and isinstance(kernel.spec, AttentionSpec)}
     assert {shape.spec for shape in shapes(config, H200)} == attention
     for shape in shapes(config, H200):
         assert (shape.seq_len, shape.batch) == (config.data.seq_len, config.train.microbatch_size)
-    by_attention = [dict(item.case) for item in found if item.operation == "attention"]
-    assert {(c["heads"], c["kv_heads"], c["head_dim"], c["window"], c["softcap"]) for c in by_attention} == {
-        (s.n_heads, s.n_kv_heads, s.head_dim, s.sliding_window, s.softcap) for s in attention
-    }
+    assert {item.shape.spec for item in found if item.operation == "attention"} == attention
+    assert len({item.label for item in found}) == len(found)
 
 
 @pytest.mark.parametrize("seq_len, batch", [(2048, 8), (32768, 1)])
@@ -93,23 +90,26 @@ class MadeUp:
         self.step()
         self.tuned.append(operation)
         made = {"device": here.device_name, "date": "2026-11-24", "commit": "abc", "ms": 1.0, "tflops": 1.0}
-        if "attention" in operation:
-            shape, launch = (case["head_dim"],), Launch(64, 32, 4, 1)
+        if operation == "attention":
+            shape, launch = (case["spec"]["head_dim"],), Launch(64, 32, 4, 1)
             kernels = [f"attention.{part}" for part in parts]
         else:  # any launch of the shipped table
             kernels = [k for k in tuning_table.KERNELS if k.partition(".")[0] == operation]
             names = tuning_table.KERNELS[kernels[0]].shape
-            shape = tuple(getattr(problem(operation, case, "meta", here).case, name) for name in names)
-            row = tuning.select(kernels[0], case["dtype"], dict(zip(names, shape, strict=True)), here)
+            shape = tuple(getattr(search(operation, case, "meta", here).spec, name) for name in names)
+            row = tuning.select(kernels[0], case["spec"]["dtype"], dict(zip(names, shape, strict=True)), here)
             launch = row.launch
-        return [tuning_table.Row(kernel, case["dtype"], shape, launch, 0, made, seq_len, variant) for kernel in kernels]
+        return [
+            tuning_table.Row(kernel, case["spec"]["dtype"], shape, launch, 0, made, seq_len, variant)
+            for kernel in kernels
+        ]
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __call__(self, shape: AttentionShape, backend: str) -> Row | str:
+    def __call__(self, shape: Shape, backend: str) -> Row | str:
         self.step()
         self.measured.append(backend)
         if backend not in self.times:
@@ -184,7 +184,7 @@ def test_a_file_goes_with_no_shape_of_its_own(own, words):
         config_command.run(arguments("llama3-8b", *words), load_config("llama3-8b"))
 
 
-def test_a_file_that_cannot_be_written_is_told_before_any_search(own, monkeypatch, tmp_path):
+def test_rejects_a_file_that_cannot_be_written_before_any_search(own, monkeypatch, tmp_path):
     monkeypatch.setattr(config_command.command, "tuned", lambda *_: pytest.fail("a search began"))
     with pytest.raises(UserError, match="is a folder, where rows need a file"):
         config_command.run(arguments("llama3-8b", "--out", str(tmp_path)), load_config("llama3-8b"))

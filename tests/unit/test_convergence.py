@@ -1,4 +1,4 @@
-"""The picture, the table and the averages of benchmarks.convergence."""
+"""The picture, the table and the averages of benchmarks convergence."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import convergence
+from benchmarks.programs.training import convergence
 from llmtrain.errors import RunError
 
 ONE = {
@@ -79,7 +79,7 @@ def test_a_run_ends_at_its_last_step(run, monkeypatch):
 def test_sigterm_keeps_what_the_model_in_training_has_reached(tmp_path):
     program = f"""
 import sys, time
-from benchmarks import convergence
+from benchmarks.programs.training import convergence
 from tests.unit.test_convergence import start
 
 def begin(run):

@@ -1,8 +1,9 @@
 """The developers' grid: what is in it, and what becomes of its rows."""
 
-from benchmarks import attention_choices, grid, grid_cells
+from benchmarks.programs.kernels import attention_choices, grid, grid_cells
 from llmtrain.kernels.attention.measured import Cell
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.operation import operation
 
 
 def line(cell: str, backend: str, ms: float, **more: str) -> dict[str, str]:
@@ -27,15 +28,17 @@ def test_the_grid_covers_what_models_bring():
     assert {(s.documents, s.sliding_window is not None) for s in specs} == {
         (a, b) for a in (False, True) for b in (False, True)
     }
-    scans = grid_cells.scans()
-    assert {case.d_state for case in scans} == {16, 64, 128, 256} and {case.head_dim for case in scans} >= {64, 128}
-    assert {case.groups for case in scans} >= {1, 2, 8} and any(case.seq_len % 32 for case in scans)
-    assert max(case.heads for case in scans) == 128 and min(case.heads for case in scans) <= 16
+    assert any(shape.seq_len % 32 for shape in grid_cells.scans())
+    scans = [shape.spec for shape in grid_cells.scans()]
+    assert {spec.d_state for spec in scans} == {16, 64, 128, 256} and {spec.head_dim for spec in scans} >= {64, 128}
+    assert {spec.n_groups for spec in scans} >= {1, 2, 8}
+    assert max(spec.n_heads for spec in scans) == 128 and min(spec.n_heads for spec in scans) <= 16
 
 
 def test_a_label_says_the_whole_cell():
     for shape in grid_cells.attention():
-        row = attention_choices.row(line(shape.label, "flex", 1.0, seq_len=str(shape.seq_len)))
+        label = operation("attention").label(shape)
+        row = attention_choices.row(line(label, "flex", 1.0, seq_len=str(shape.seq_len)))
         assert row.cell == Cell.of(shape.spec, shape.seq_len)
 
 

@@ -1,8 +1,8 @@
-"""Options of benchmarks/host.py that make no measurement."""
+"""Options of benchmarks host that make no measurement."""
 
 import pytest
 
-from benchmarks import host
+from benchmarks.programs.kernels import host
 from llmtrain.errors import UserError
 
 
@@ -15,7 +15,6 @@ from llmtrain.errors import UserError
     ],
 )
 def test_what_makes_no_measurement_is_told_before_any_call(monkeypatch, words, told):
-    monkeypatch.setattr("sys.argv", ["host", *words.split()])
     monkeypatch.setattr(host, "stand_in", lambda: pytest.fail("a kernel would be launched"))
     with pytest.raises(UserError, match=told):
-        host.main()
+        host.main(words.split())

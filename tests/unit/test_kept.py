@@ -1,10 +1,10 @@
-"""benchmarks.kept: the same batch on all GPUs and on each."""
+"""benchmarks kept: the same batch on all GPUs and on each."""
 
 import json
 
 import pytest
 
-from benchmarks.kept import Case
+from benchmarks.programs.training.kept import Case
 from llmtrain.bench.train.cases import cases
 from llmtrain.bench.train.sweep import load_sweep
 

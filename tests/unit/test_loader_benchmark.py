@@ -1,10 +1,10 @@
-"""The command line of benchmarks.loader."""
+"""The command line of benchmarks loader."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.loader import arguments
+from benchmarks.programs.data.loader import arguments
 
 
 def test_settings_stand_anywhere_behind_the_config():

@@ -1,4 +1,4 @@
-"""benchmarks.long_run: roles of processes, the summary and the picture of a long run."""
+"""benchmarks long_run: roles of processes, the summary and the picture of a long run."""
 
 import csv
 import json
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import long_run
+from benchmarks.programs.training import long_run
 
 TOKENS = 1000
 

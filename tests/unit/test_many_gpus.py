@@ -1,4 +1,4 @@
-"""benchmarks.many_gpus: programs are run once, cut off in time, and their figures put beside bars and predictions."""
+"""benchmarks many_gpus: programs are run once, cut off in time, and their figures put beside bars and predictions."""
 
 import json
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.many_gpus import PARTS, Host, programs_of
-from benchmarks.many_gpus_predictions import memory, predicted
-from benchmarks.many_gpus_programs import Program, groups, placed, run
-from benchmarks.many_gpus_table import Row, write
+from benchmarks.harness.turns import Program, groups, placed, run
+from benchmarks.programs.training.many_gpus import PARTS, Host, programs_of
+from benchmarks.programs.training.many_gpus_predictions import memory, predicted
+from benchmarks.programs.training.many_gpus_table import Row, write
 from llmtrain.bench.train.cases import cases
 from llmtrain.bench.train.sweep import load_sweep
 

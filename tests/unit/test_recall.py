@@ -1,8 +1,8 @@
-"""The task of benchmarks.recall."""
+"""The task of benchmarks recall."""
 
 import torch
 
-from benchmarks.recall import KEYS, PAIRS, VALUES, batch
+from benchmarks.programs.training.recall import KEYS, PAIRS, VALUES, batch
 
 
 def test_every_label_is_the_value_that_lies_behind_the_same_key_in_the_text():

@@ -1,4 +1,4 @@
-"""benchmarks.serving: figures, and a tiny model beside a vLLM that is made up."""
+"""benchmarks serving: figures, and a tiny model beside a vLLM that is made up."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from benchmarks import serving
+from benchmarks.programs.models import serving
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 
 ROOT = Path(__file__).parents[2]

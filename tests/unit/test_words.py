@@ -25,6 +25,18 @@ _REPLACED = {
     "no_trees": "prefix_context",
     "tuning_files": "tuning",
     "composer_fixes": "the name of what it does",
+    "settled_config": "resolve_auto",
+    "_untold": "_unreported_bytes",
+    "ProvedEngine": "VerifiedTokenizer",
+    "awkward_texts": "adversarial_texts",
+    "LastQueries": "SuffixAttention",
+    "HeldWeights": "PersistentUnshardedWeights",
+    "set_aside(": "without_state, move_aside",
+    "train.against_graphs": "cuda_graphs_refusal",
+    "divide_mlps": "chunk_mlps",
+    "is told once": "is reported once",
+    "is counted and named in": "is listed in",
+    "speaks for": "applies to",
 }
 """Former names of ideas, and the field's name instead."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from llmtrain.bench.kernels import peers
+from llmtrain.bench.kernels.peers import OURS, Contender
+from llmtrain.kernels import operation as operations
+from llmtrain.kernels.operation import Operation, Output, Shape, Work
+
 Direction = Literal["forward", "backward", "sum", "memory"]
-Output = Tensor | tuple[Tensor, ...]
-OURS = "triton"
 
 
 @dataclass(frozen=True)
@@ -25,30 +28,24 @@ class Bar:
     at_least: float
 
 
-@dataclass(frozen=True)
-class Contender:
-    """public: its speed is what ours is compared with. make: builds the function of the cell's leaves that gives the output;
-    called once, on the machine. warm: (k, n) -> compiles the k-th of n parts of what a public autotuner would compile
-    one by one, where there is such a thing.
-    """
-
-    name: str
-    make: Callable[[], Callable[..., Output]]
-    public: bool = False
-    warm: Callable[[int, int], None] | None = None
-
-
-@dataclass
-class Work:
-    """Work of one direction: FLOP of matrix products, and the bytes that a perfect kernel moves."""
-
-    flops: float
-    bytes: float
+PLAIN_ATTENTION = (Bar("sdpa:flash", "sum", 1.4), Bar("flex", "sum", 1.05), Bar("sdpa:flash", "memory", 1.0))
+BARS: dict[str, tuple[Bar, ...]] = {
+    "attention": (Bar("flex", "sum", 1.2), Bar("flex", "memory", 1.0)),
+    "ssd": (
+        Bar("mamba_ssm", "sum", 2.0),
+        Bar("mamba_ssm", "forward", 1.8),
+        Bar("mamba_ssm", "backward", 2.0),
+        Bar("mamba_ssm", "memory", 1.0),
+    ),
+    "gated_delta": (Bar("fla", "sum", 1.0),),
+    "mamba_mixer": (Bar("public", "sum", 2.0), Bar("public", "memory", 1.0)),
+}
 
 
 @dataclass
 class Cell:
-    """inputs: of a seed, leaves and the gradient of the output (of several: gradients), made when it is this cell's turn.
+    """inputs: of a seed, leaves (None: left out) and the gradient of the output (of several: gradients), made when it is this
+    cell's turn.
 
     exact: (leaves, gradient) -> output and gradients of the leaves in float64, or pieces of them; pieces: those of a
     contender's outcome, in the same order; names: theirs. draws: times as many draws of the inputs as elsewhere, where
@@ -59,9 +56,9 @@ class Cell:
     name: str
     seq_len: int
     names: tuple[str, ...]
-    inputs: Callable[[int], tuple[list[Tensor], Any]]
+    inputs: Callable[[int], tuple[list[Any], Any]]
     contenders: Callable[[], list[Contender]]
-    exact: Callable[[list[Tensor], Any], Sequence[Tensor]]
+    exact: Callable[[list[Any], Any], Sequence[Tensor]]
     forward: Work
     backward: Work
     bars: tuple[Bar, ...] = ()
@@ -73,28 +70,39 @@ class Cell:
         return f"{self.operation} {self.name} T={self.seq_len}"
 
 
+def cells(tiny: bool, chunks: tuple[int, ...], titles: Sequence[str]) -> Iterator[Cell]:
+    """Cells of the operations that are wanted. chunks: of public scans; tiny: for a CPU, without bars."""
+    for one in operations.operations():
+        if one.title in titles:
+            for shape in one.shapes(tiny):
+                plain = one.name == "attention" and shape.variant == "plain" and shape.spec.head_dim <= 128
+                bars = () if tiny else PLAIN_ATTENTION if plain else BARS.get(one.name, ())
+                yield cell(one, shape, chunks, bars)
+
+
+def cell(
+    one: Operation,
+    shape: Shape,
+    chunks: tuple[int, ...] = (),
+    bars: tuple[Bar, ...] = (),
+    backends: Sequence[str] | None = None,
+) -> Cell:
+    """backends: None: all that serve and are worth measuring, and peers."""
+
+    def inputs(seed: int) -> tuple[list[Any], Any]:
+        tensors, up = one.draw(shape, device(), seed)
+        return operations.leaves(tensors), up
+
+    names = one.names(one.draw(shape, "meta")[0])
+    return Cell(
+        one.title, one.label(shape), shape.seq_len, names, inputs,
+        lambda: peers.contenders(one, shape, device(), chunks, backends), lambda tensors, up: one.exact(shape, tensors, up),
+        *one.work(shape), bars, lambda found: one.pieces(shape, found), one.draws,
+    )  # fmt: skip
+
+
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_both(function: Callable[..., Output], leaves: list[Tensor], up: Output) -> tuple[Tensor, ...]:
-    """Output, or outputs, and gradients."""
-    y = function(*leaves)
-    outputs = y if isinstance(y, tuple) else (y,)
-    return (*(t.detach() for t in outputs), *torch.autograd.grad(y, leaves, up))
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
-
-
-def wide(leaves: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda t: t) -> list[Tensor]:
-    return [cut(t.detach()).double().requires_grad_() for t in leaves]
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(device()).manual_seed(seed)
-
-
-def draw(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=g, device=device()).to(dtype)
+__all__ = ["OURS", "Bar", "Cell", "Contender", "Output", "Work", "cell", "cells", "device"]

@@ -13,15 +13,15 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.kernels import attention, gated_delta, mamba_parts, norm, report, rotary, scan
-from llmtrain.bench.kernels.cell import Cell, Contender, run_both
+from llmtrain.bench.kernels import report
+from llmtrain.bench.kernels.cell import Cell, Contender, cells
 from llmtrain.bench.kernels.measure import Result, ceilings, measure
 from llmtrain.bench.tune.search import commit, progress
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.errors import UserError
-from llmtrain.kernels import platform
+from llmtrain.kernels import operation, platform
 
-OPERATIONS = ("attention", "rotary", "norm", "ssd", "gated_delta", "conv1d", "gated_norm", "mixer")
+OPERATIONS = tuple(one.title for one in operation.operations())
 SHARES = 8  # into which the compilation of an autotuned public kernel is cut
 
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.peer_path.is_dir():
             raise UserError(f"--peer-path {args.peer_path} is no folder; name the one in which mamba_ssm/ lies")
         add_peers(args.peer_path)
-    cells = chosen(args, tiny)
+    found = chosen(args, tiny)
     if not args.compile_only and (reason := unwritable_reason(args.out)):
         raise UserError(f"--out {args.out}: {reason}")
     if tiny:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             "No GPU here: tiny shapes on the CPU's backends. Not measured: our kernels, memory, public peers, the bars."
         )
     else:
-        warm(cells, args)
+        warm(found, args)
     compiled = time.perf_counter() - began
     if args.compile_only:
         print(f"compiled in {compiled:.0f} s")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         f"Copy {most.bytes_s / 1e12:.2f} TB/s, matrix product {most.flops_s / 1e12:.0f} TFLOP/s. Ratio: to the best public "
         "backend, forward + backward.",
     ]
-    drawn = {cell.operation: args.draws * cell.draws for cell in cells}
+    drawn = {cell.operation: args.draws * cell.draws for cell in found}
     more = "".join(f", of {name} {count}" for name, count in drawn.items() if count > args.draws)
     head.append(
         f"Errors of ours and of public kernels: root mean squares over draws of the inputs: {args.draws}{more}."
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         "matmul_flops_s": most.flops_s,
     }
     done: list[tuple[Cell, list[Result]]] = []
-    with progress("measuring", len(cells)) as step:
-        for cell in cells:
+    with progress("measuring", len(found)) as step:
+        for cell in found:
             done.append((cell, measure(cell, cell.contenders(), most, args.draws)))
             report.write(args.out, head, facts, done)  # a time limit or a broken GPU must not cost what is measured
             step()
@@ -96,22 +96,12 @@ def chosen(args: argparse.Namespace, tiny: bool) -> list[Cell]:
         if name not in OPERATIONS:
             raise UserError(f"nothing to measure in '{name}'; there is {', '.join(OPERATIONS)}")
     chunks = (256,) if args.quick else (128, 256)
-    every = {
-        "attention": lambda: attention.cells(tiny),
-        "ssd": lambda: scan.cells(tiny, chunks),
-        "gated_delta": lambda: gated_delta.cells(tiny),
-        "rotary": lambda: rotary.cells(tiny),
-        "norm": lambda: norm.cells(tiny),
-        "conv1d": lambda: mamba_parts.conv_cells(tiny),
-        "gated_norm": lambda: mamba_parts.norm_cells(tiny),
-        "mixer": lambda: mamba_parts.mixer_cells(tiny, chunks),
-    }
-    cells = [cell for name in OPERATIONS if name in wanted for cell in every[name]()]
+    every = list(cells(tiny, chunks, wanted))
     lengths = args.seq_len or ([4096] if args.quick and not tiny else None)
-    found = [cell for cell in cells if lengths is None or cell.seq_len in lengths]
+    found = [cell for cell in every if lengths is None or cell.seq_len in lengths]
     found = [cell for cell in found if args.match is None or args.match in cell.label]
     if not found:
-        raise UserError("no cell is left; there is:\n" + "\n".join(f"  {cell.label}" for cell in cells))
+        raise UserError("no cell is left; there is:\n" + "\n".join(f"  {cell.label}" for cell in every))
     return found
 
 
@@ -172,7 +162,7 @@ def _warm(label: str, name: str, share: int) -> None:
         one.warm(share, SHARES)
     else:
         leaves, up = cell.inputs(0)
-        run_both(one.make(), leaves, up)
+        operation.run_both(one.make(), leaves, up)
         torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Output, Work, device, run_both
-from llmtrain.bench.tune.operations import relative_error
+from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Output, Work, device
+from llmtrain.kernels.operation import relative_error, run_both
 
 REP_MS = 100
 """Of the device's time that one median is taken from."""
@@ -215,7 +215,8 @@ def _measure(
         torch.cuda.synchronize()
         result.memory_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
     result.forward_ms = milliseconds(lambda _: function(*leaves), rep_ms=rep_ms)
-    result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, leaves, up), lambda: function(*leaves), rep_ms)
+    wanted = [t for t in leaves if t is not None]
+    result.backward_ms = milliseconds(lambda y: torch.autograd.grad(y, wanted, up), lambda: function(*leaves), rep_ms)
     result.wall_ms, result.host_ms = wall_milliseconds(lambda: run_both(function, leaves, up))
     result.share_forward = most.least_ms(cell.forward) / result.forward_ms
     result.share_backward = most.least_ms(cell.backward) / result.backward_ms

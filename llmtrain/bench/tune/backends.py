@@ -9,14 +9,13 @@ import datetime
 from dataclasses import asdict
 from typing import Any
 
-from llmtrain.bench.attention_shape import AttentionShape
 from llmtrain.bench.tune.measuring import START_S
-from llmtrain.bench.tune.operations import TOLERANCE
 from llmtrain.bench.tune.processes import Worker, serve
 from llmtrain.bench.tune.search import commit
-from llmtrain.kernels import registry
+from llmtrain.kernels import operation
 from llmtrain.kernels.attention.measured import Cell, Row
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.platform import Platform
 
 REP_MS = 50.0
@@ -26,8 +25,8 @@ _SLOW = ("reference", "sdpa:efficient")
 
 def able(spec: AttentionSpec, here: Platform) -> list[str]:
     """Backends that are worth measuring on `spec`, third-party ones that are installed among them."""
-    rows = registry.table("attention", spec, here)
-    return [row.backend for row in rows if row.reason is None and row.backend not in _SLOW]
+    found = operation.operation("attention").backends(Shape(spec, 1, 1), here)
+    return [name for name in found if name not in _SLOW]
 
 
 class BackendMeasurer:
@@ -43,7 +42,7 @@ class BackendMeasurer:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def __call__(self, shape: AttentionShape, backend: str) -> Row | str:
+    def __call__(self, shape: Shape, backend: str) -> Row | str:
         """The row, or a sentence that says why there is none."""
         if self._worker is None:
             self._worker = Worker("llmtrain.bench.tune.backends")
@@ -71,17 +70,20 @@ class BackendMeasurer:
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """Times in ms, or `failed`: why not; broken: the process is of no more use."""
-    from llmtrain.bench.kernels.attention import shape_cell
+    from llmtrain.bench.kernels.cell import cell
     from llmtrain.bench.kernels.measure import Ceilings, measure
     from llmtrain.bench.tune.measuring import broken
 
-    shape = AttentionShape(AttentionSpec(**asked["spec"]), asked["seq_len"], asked["batch"])
+    one, shape = (
+        operation.operation("attention"),
+        Shape(AttentionSpec(**asked["spec"]), asked["batch"], asked["seq_len"]),
+    )
     try:
-        cell = shape_cell(shape, [asked["backend"]])
-        [result] = measure(cell, cell.contenders(), Ceilings(1.0, 1.0), rep_ms=REP_MS)
+        made = cell(one, shape, backends=[asked["backend"]])
+        [result] = measure(made, made.contenders(), Ceilings(1.0, 1.0), rep_ms=REP_MS)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160], "broken": broken()}
-    failed, allowed = result.failed, TOLERANCE[shape.spec.dtype]
+    failed, allowed = result.failed, one.tolerance(shape.spec.dtype)
     if failed is None and not result.error < allowed:
         failed = f"wrong by {result.error:.1e}, allowed {allowed:.0e}"
     return {

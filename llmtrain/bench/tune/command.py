@@ -12,10 +12,10 @@ from typing import Any
 from llmtrain.bench.tune import request, search
 from llmtrain.bench.tune.compiling import default_workers, platform_of
 from llmtrain.bench.tune.measuring import Measurer
-from llmtrain.bench.tune.operations import Attempt, Problem, problem
 from llmtrain.errors import UserError
-from llmtrain.kernels import platform, tuning, tuning_table
+from llmtrain.kernels import operation, platform, tuning, tuning_table
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.search import Attempt, Search
 from llmtrain.kernels.tuning_table import Row
 
 
@@ -33,13 +33,12 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, case, rehearsal, parts, here)
 
 
-def _run(args: argparse.Namespace, case: dict[str, Any], rehearsal: Problem, parts: list[str], here: Platform) -> int:
+def _run(args: argparse.Namespace, case: dict[str, Any], rehearsal: Search, parts: list[str], here: Platform) -> int:
     if here.vendor == "cpu":
         raise UserError(
             "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
         )
-    variant = getattr(rehearsal.case, "variant", None)
-    rows = tuned(args, args.operation, case, parts, here, args.seq_len, variant)
+    rows = tuned(args, args.operation, case, parts, here, args.seq_len, rehearsal.shape.variant)
     if not rows:
         print("no candidate can serve: nothing written")
         return 1
@@ -51,20 +50,20 @@ def _run(args: argparse.Namespace, case: dict[str, Any], rehearsal: Problem, par
 
 
 def tuned(
-    args: argparse.Namespace, operation: str, case: dict[str, Any], parts: list[str], here: Platform, seq_len: int | None,
+    args: argparse.Namespace, name: str, case: dict[str, Any], parts: list[str], here: Platform, seq_len: int | None,
     variant: str | None,
 ) -> list[Row]:  # fmt: skip
     """Rows of the fastest launches of `parts` of a case, after a search that says how it goes. seq_len, variant: of the rows."""
     began = time.perf_counter()
-    rehearsal, workers = problem(operation, case, "meta", here), args.workers or default_workers()
-    attempts = search.compile_candidates(operation, case, rehearsal, parts, here, args.quick, workers, search.progress)
+    rehearsal, workers = operation.search(name, case, "meta", here), args.workers or default_workers()
+    attempts = search.compile_candidates(name, case, rehearsal, parts, here, args.quick, workers, search.progress)
     compiled = time.perf_counter() - began
-    with Measurer(operation, case) as measurer:
+    with Measurer(name, case) as measurer:
         ranked = search.measure(attempts, measurer, search.progress)
         show(attempts, args.top)
         winners = rehearsal.winners(ranked, measurer)
-    rows = [search.row(winner, rehearsal, here, case["dtype"], seq_len, variant) for winner in winners]
-    if operation == "ssd":
+    rows = [search.row(winner, rehearsal, here, seq_len, variant) for winner in winners]
+    if name == "ssd":
         rows = [replace(r, shared=search.shared_of("ssd", case, r.launch, here)) for r in rows]
     total = time.perf_counter() - began
     print(f"{sum(map(len, attempts.values()))} candidates in {total:.0f} s, of which {compiled:.0f} s compiling")

@@ -31,9 +31,9 @@ TENSOR_MEMORY = 512
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a worker: compile `part` of an operation (a module of this package) by `launch`, for the problem `case`.
+    """Task of a worker: compile `part` of an operation by `launch`, for the shape `case`.
 
-    launch: plain data, None: what the tables say. environment: of the worker.
+    case: as of Operation.shape. launch: plain data, None: what the tables say. environment: of the worker.
     """
 
     operation: str

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from llmtrain.bench.attention_shape import AttentionShape
-from llmtrain.bench.tune.attention_block import variant_of
+from llmtrain.kernels import operation
 from llmtrain.kernels.attention.measured import OURS
+from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
@@ -16,18 +15,16 @@ from llmtrain.schema.config import Config
 
 @dataclass(frozen=True)
 class Item:
-    """One search. operation: as in the tables; module: of its Problem; seq_len, variant: of the rows, None: any."""
+    """One search. operation: as in the tables; seq_len, variant: of the rows, None: any."""
 
     operation: str
-    module: str
-    case: tuple[tuple[str, Any], ...]
+    shape: Shape
     seq_len: int | None = None
     variant: str | None = None
 
     @property
     def label(self) -> str:
-        shown = {name: value for name, value in self.case if name not in ("dtype", "tokens") and value is not None}
-        return f"{self.operation} {' '.join(f'{name}={value}' for name, value in shown.items())}"
+        return f"{self.operation} {operation.operation(self.operation).label(replace(self.shape, variant=None))}"
 
 
 def dtype_of(config: Config) -> str:
@@ -47,11 +44,11 @@ def items(config: Config, here: Platform) -> list[Item]:
     return list(dict.fromkeys(item for one in _kernels(config, here) if (item := _item(one, config)) is not None))
 
 
-def shapes(config: Config, here: Platform) -> list[AttentionShape]:
+def shapes(config: Config, here: Platform) -> list[Shape]:
     """Attention of every block whose backend is `auto` or a family, at the run's length and microbatch."""
     seq_len, batch = config.data.seq_len, microbatch(config)
     found = (one.kernel for one in _kernels(config, here) if one.kernel.operation == "attention")
-    return list(dict.fromkeys(AttentionShape(k.spec, seq_len, batch) for k in found if k.backend in ("auto", "sdpa")))
+    return list(dict.fromkeys(Shape(k.spec, batch, seq_len) for k in found if k.backend in ("auto", "sdpa")))
 
 
 def _kernels(config: Config, here: Platform) -> Iterator[Chosen]:
@@ -59,29 +56,13 @@ def _kernels(config: Config, here: Platform) -> Iterator[Chosen]:
 
 
 def _item(one: Chosen, config: Config) -> Item | None:
-    operation, spec, name = one.kernel
-    if one.backend is None or not (one.backend == OURS or (operation == "attention" and name == "auto")):
+    name, spec, backend = one.kernel
+    if one.backend is None or not (one.backend == OURS or (name == "attention" and backend == "auto")):
         return None
-    seq_len, documents = config.data.seq_len, config.data.mask_documents
-    case: dict[str, Any] = {"dtype": spec.dtype, "tokens": microbatch(config) * seq_len}
-    if operation == "attention":
-        variant, window = variant_of(spec), spec.sliding_window
-        case |= {"head_dim": spec.head_dim, "heads": spec.n_heads, "kv_heads": spec.n_kv_heads, "seq_len": seq_len}
-        case |= {"variant": variant, "alibi_max_bias": spec.alibi_max_bias, "window": window, "softcap": spec.softcap}
-        case |= {"documents": documents}
-        module = "llmtrain.bench.tune.attention_block"
-        return Item(operation, module, tuple(case.items()), min(window or seq_len, seq_len), variant)
-    if operation == "ssd":
-        case |= {"heads": spec.n_heads, "head_dim": spec.head_dim, "d_state": spec.d_state, "groups": spec.n_groups}
-        case |= {"seq_len": seq_len, "packed": documents}
-    elif operation == "conv1d":
-        case |= {"channels": spec.channels, "width": spec.width, "seq_len": seq_len, "packed": documents}
-    elif operation == "gated_norm":
-        case |= {"group_size": spec.group_size, "groups": spec.n_groups, "norm_first": spec.norm_before_gate}
-    elif operation == "norm":
-        case |= {"dim": spec.dim, "centred": spec.type == "layernorm", "biased": spec.bias}
-    elif operation == "rotary":
-        case |= {"head_dim": spec.head_dim, "seq_len": seq_len}
-    else:
+    if not (tuned := operation.operation(name)).tuned:
         return None
-    return Item(operation, operation, tuple(case.items()))
+    seq_len = config.data.seq_len
+    shape = tuned.of_model(spec, microbatch(config), seq_len, config.data.mask_documents)
+    if name != "attention":
+        return Item(name, shape)
+    return Item(name, shape, min(spec.sliding_window or seq_len, seq_len), shape.variant)

@@ -6,14 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmtrain.bench.attention_shape import AttentionShape
 from llmtrain.bench.tune import command, request
 from llmtrain.bench.tune.backends import BackendMeasurer, able
 from llmtrain.bench.tune.config_cases import Item, items, shapes
-from llmtrain.bench.tune.operations import problem
 from llmtrain.errors import UserError
-from llmtrain.kernels import platform, tuning, tuning_table
+from llmtrain.kernels import operation, platform, tuning, tuning_table
 from llmtrain.kernels.attention import measured
+from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import KERNELS, Row
 from llmtrain.schema.config import Config
@@ -66,11 +65,11 @@ def _own(file: Path, here: Platform) -> list[Row]:
 
 def _tuned(item: Item, rows: list[Row], here: Platform) -> bool:
     """True if every kernel of the item has a row of its own key that was measured on this kind of device."""
-    case = problem(item.module, dict(item.case), "meta", here).case
+    spec = item.shape.spec
 
     def has(kernel: str) -> bool:
-        shape = tuple(getattr(case, name) for name in KERNELS[kernel].shape)
-        key = (kernel, case.dtype, shape, item.seq_len, item.variant)
+        shape = tuple(getattr(spec, name) for name in KERNELS[kernel].shape)
+        key = (kernel, spec.dtype, shape, item.seq_len, item.variant)
         return any(
             row.key == key and isinstance(row.provenance, dict) and row.provenance["device"] == here.device_name
             for row in rows
@@ -82,9 +81,9 @@ def _tuned(item: Item, rows: list[Row], here: Platform) -> bool:
 
 
 def _tune(args: argparse.Namespace, item: Item, here: Platform, file: Path, cells: Path) -> None:
-    case = dict(item.case)
-    parts = list(problem(item.module, case, "meta", here).parts)
-    rows = command.tuned(args, item.module, case, parts, here, item.seq_len, item.variant)
+    case = item.shape.fields()
+    parts = list(operation.search(item.operation, case, "meta", here).parts)
+    rows = command.tuned(args, item.operation, case, parts, here, item.seq_len, item.variant)
     if not rows:
         print(f"{item.label}: no candidate can serve; it keeps the launches that it has", file=sys.stderr)
     if not rows or args.dry_run:
@@ -92,12 +91,10 @@ def _tune(args: argparse.Namespace, item: Item, here: Platform, file: Path, cell
     tuning_table.save(file, here.arch, rows)
     tuning.forget()
     if item.operation == "attention":  # what was measured of ours was by other launches
-        measured.discard(cells, lambda row: row.backend == measured.OURS and row.head_dim == case["head_dim"])
+        measured.discard(cells, lambda row: row.backend == measured.OURS and row.head_dim == item.shape.spec.head_dim)
 
 
-def _measure(
-    args: argparse.Namespace, shape: AttentionShape, here: Platform, cells: Path, measurer: BackendMeasurer
-) -> int:
+def _measure(args: argparse.Namespace, shape: Shape, here: Platform, cells: Path, measurer: BackendMeasurer) -> int:
     """Number of backends that have a row of the shape now."""
     cell = measured.Cell.of(shape.spec, shape.seq_len)
     known = {row.backend for row in measured.read(cells) if row.cell == cell and row.device == here.device_name}

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmtrain.bench.tune.operations import Problem, problem
 from llmtrain.bench.tune.processes import Worker, serve
+from llmtrain.kernels.operation import search
+from llmtrain.kernels.search import Search
 
 START_S = 300.0
 """More for the first answer of a process: it imports, and computes what is right in float64."""
@@ -32,7 +33,7 @@ class Measured:
 
 
 class Measurer:
-    """Measures launches of one problem, one after the other. Use as a context manager."""
+    """Measures launches of one search, one after the other. Use as a context manager."""
 
     def __init__(self, operation: str, case: dict[str, Any], device: str = "cuda", timeout_s: float = 60.0):
         self._arguments, self._timeout_s = (operation, json.dumps(case), device), timeout_s
@@ -64,12 +65,12 @@ class Measurer:
         self._worker = None
 
 
-def measured(problem: Problem, part: str, launch: dict[str, Any]) -> Measured:
+def measured(search: Search, part: str, launch: dict[str, Any]) -> Measured:
     try:
-        wrong = problem.error(part, launch)
-        if not wrong < problem.tolerance:
+        wrong = search.error(part, launch)
+        if not wrong < search.tolerance:
             return Measured(error=wrong, problem=f"wrong by {wrong:.1e}")
-        return Measured(milliseconds(problem.runner(part, launch)), wrong)
+        return Measured(milliseconds(search.runner(part, launch)), wrong)
     except Exception as error:
         return Measured(problem=f"{type(error).__name__}: {error}".splitlines()[0][:120], broken=broken())
 
@@ -95,11 +96,11 @@ def milliseconds(run: Callable[[], Any], rep: int = 60) -> float:
 def main(operation: str, case: str, device: str) -> None:
     from llmtrain.kernels import platform
 
-    made: list[Problem] = []
+    made: list[Search] = []
 
     def answer(wanted: dict[str, Any]) -> dict[str, Any]:
         try:
-            made.extend([] if made else [problem(operation, json.loads(case), device, platform.detect(device))])
+            made.extend([] if made else [search(operation, json.loads(case), device, platform.detect(device))])
         except Exception as error:
             return asdict(Measured(problem=f"{type(error).__name__}: {error}".splitlines()[0][:120], broken=True))
         return asdict(measured(made[0], wanted["part"], wanted["launch"]))

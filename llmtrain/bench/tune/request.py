@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.tune.operations import Problem, make_case, problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.errors import UserError
-from llmtrain.kernels import tuning, tuning_table
+from llmtrain.kernels import operation, tuning, tuning_table
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.search import Search
 
 LARGEST = 1 << 22
 """Most of any size: of tensors with such sizes PyTorch can still count the bytes."""
 
 
 def case_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the operation's Case. Raises UserError for options that make no case, or one that no kernel of ours can serve."""
+    """Sizes of the operation's shape. Raises UserError for options that make none, or one that no kernel of ours can serve."""
     fields: dict[str, Any] = {"dtype": args.dtype}
     for word in args.shape:
         name, equals, size = word.partition("=")
@@ -33,19 +33,20 @@ def case_of(args: argparse.Namespace) -> dict[str, Any]:
         fields["seq_len"] = _size(f"--seq-len {args.seq_len}", str(args.seq_len))
     if args.variant is not None:
         fields["variant"] = args.variant
-    case = make_case(args.operation, fields)
-    for field in dataclasses.fields(case):
-        if field.type == "bool" and getattr(case, field.name) not in (0, 1):
-            raise UserError(f"{_asked(args)}: {field.name} is 1, or left out")
-    if reason := case.refusal():
+    one = operation.tuned(args.operation)
+    shape = one.shape(fields)
+    for name, parameter in inspect.signature(one.sized).parameters.items():
+        if parameter.annotation == "bool" and fields.get(name, 0) not in (0, 1):
+            raise UserError(f"{_asked(args)}: {name} is 1, or left out")
+    if reason := one.refusal(shape):
         raise UserError(f"{_asked(args)}: {reason}")
     return fields
 
 
-def rehearse(args: argparse.Namespace, fields: dict[str, Any], where: Platform) -> tuple[Problem, list[str]]:
-    """The problem without memory, and the parts of it that are wanted. Raises UserError where no search can begin."""
+def rehearse(args: argparse.Namespace, fields: dict[str, Any], where: Platform) -> tuple[Search, list[str]]:
+    """The search without memory, and the parts of it that are wanted. Raises UserError where no search can begin."""
     try:
-        made = problem(args.operation, fields, "meta", where)
+        made = operation.search(args.operation, fields, "meta", where)
         parts = chosen_parts(list(made.parts), args.kernels)
         for part in parts:
             made.candidates(part, args.quick)

@@ -13,8 +13,8 @@ from typing import Any
 
 from llmtrain.bench.tune.compiling import Compilers, Task
 from llmtrain.bench.tune.measuring import Measured
-from llmtrain.bench.tune.operations import Attempt, Problem, Winner
 from llmtrain.kernels.platform import Platform, shared_limit
+from llmtrain.kernels.search import Attempt, Search, Winner
 from llmtrain.kernels.tuning_table import KERNELS, Row
 from llmtrain.progress import CountBar
 
@@ -23,11 +23,11 @@ Step = Callable[[], None]
 
 
 def compile_candidates(
-    operation: str, case: dict[str, Any], problem: Problem, parts: Sequence[str], where: Platform, quick: bool,
+    operation: str, case: dict[str, Any], one: Search, parts: Sequence[str], where: Platform, quick: bool,
     workers: int, bar: Callable[[str, int], contextlib.AbstractContextManager[Step]],
 ) -> dict[str, list[Attempt]]:  # fmt: skip
     """Compile all candidates of all parts, in processes that need no GPU. bar: (title, length) -> a context that gives a Step."""
-    attempts = [Attempt(part, launch) for part in parts for launch in problem.candidates(part, quick)]
+    attempts = [Attempt(part, launch) for part in parts for launch in one.candidates(part, quick)]
     tasks = [Task(operation, case, one.part, one.launch, where.arch) for one in attempts]
     limit = shared_limit(where.arch)
     with bar("compiling", len(tasks)) as step, Compilers(workers, timeout_s=90) as compilers:
@@ -55,7 +55,7 @@ def measure(
     }
 
 
-def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: int | None, variant: str | None) -> Row:
+def row(winner: Winner, one: Search, where: Platform, seq_len: int | None, variant: str | None) -> Row:
     """Row of the winner, with its provenance."""
     scale = {"tflops": 1e12, "gbps": 1e9}[winner.unit]
     measured = {
@@ -65,8 +65,8 @@ def row(winner: Winner, problem: Problem, where: Platform, dtype: str, seq_len: 
         "ms": round(winner.ms, 4),
         winner.unit: round(winner.work / winner.ms * 1e3 / scale, 1),
     }
-    shape = tuple(getattr(problem.case, name) for name in KERNELS[winner.kernel].shape)
-    return Row(winner.kernel, dtype, shape, winner.launch, winner.shared, measured, seq_len, variant)
+    shape = tuple(getattr(one.spec, name) for name in KERNELS[winner.kernel].shape)
+    return Row(winner.kernel, one.spec.dtype, shape, winner.launch, winner.shared, measured, seq_len, variant)
 
 
 def commit() -> str:

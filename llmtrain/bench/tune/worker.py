@@ -10,15 +10,15 @@ import time
 from typing import Any
 
 from llmtrain.bench.tune.compiling import compile_only, platform_of
-from llmtrain.bench.tune.operations import problem
 from llmtrain.bench.tune.processes import serve
+from llmtrain.kernels.operation import search
 
 
 def done(arch: str, wanted: dict[str, Any]) -> dict[str, Any]:
     began, failed = time.perf_counter(), None
     with compile_only(arch) as kernels:
         try:
-            one = problem(wanted["operation"], wanted["case"], "meta", platform_of(arch))
+            one = search(wanted["operation"], wanted["case"], "meta", platform_of(arch))
             kernels.clear()
             one.runner(wanted["part"], wanted["launch"])()
         except Exception as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
@@ -155,6 +156,8 @@ class S3Store:
         more: dict[str, Any] = {}
         while True:
             page = self._request(operation, name, **arguments, **more)
+            if "IsTruncated" not in page:  # which every listing has: an HTML page or an empty answer is none
+                raise StoreError(f"{self.url}: what answers there is no S3 store (a listing without IsTruncated)")
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -230,9 +233,12 @@ def _client() -> Any:
     from boto3.session import Session
     from botocore.config import Config
 
+    endpoint = os.environ.get("S3_ENDPOINT_URL")
+    if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
+        raise StoreError(f"S3_ENDPOINT_URL is {endpoint}; expected http://HOST:PORT or https://HOST")
     return Session().client(
         "s3",
-        endpoint_url=os.environ.get("S3_ENDPOINT_URL"),
+        endpoint_url=endpoint,
         config=Config(
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,

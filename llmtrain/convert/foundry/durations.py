@@ -34,7 +34,7 @@ def take_duration(settings: Settings, key: str, batch_size: int | None, default:
         return None
     read = read_duration(value, batch_size)
     if read is None:
-        settings.left(key, "is no length that ours knows: steps, tokens, epochs or % of the run")
+        settings.left(key, "is no length that ours has: steps, tokens, epochs or % of the run")
     return read
 
 

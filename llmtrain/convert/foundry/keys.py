@@ -76,7 +76,7 @@ MAPPED: dict[str, tuple[str, str]] = {
         "model.init",
         "`kaiming_normal_` (the default), `baseline_`, `small_init_`; others are noted",
     ),
-    "model.pretrained_model_name_or_path": ("model", "a folder with config.json, or a name that we know"),
+    "model.pretrained_model_name_or_path": ("model", "a folder with config.json, or a name in hf_model.py"),
     "model.config_overrides": ("model", "they replace settings of config.json"),
     "model.pretrained": ("init_from", "after `llmtrain import`, which the note names"),
     "train_loader.name": ("data", "`text`"),

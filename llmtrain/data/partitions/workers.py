@@ -32,7 +32,7 @@ from llmtrain.distributed.processes import end_with_parent
 from llmtrain.errors import RunError, is_expected
 
 _REPORT_INTERVAL = 0.1
-"""A worker tells how far it is so often at most."""
+"""Seconds between two reports of a worker's progress, at least."""
 
 
 @dataclass(frozen=True)

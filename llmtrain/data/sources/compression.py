@@ -1,4 +1,4 @@
-"""Compressed files, told by their first bytes: gzip, zstandard, bzip2, xz; of any number of members or frames."""
+"""Compressed files, recognised by their first bytes: gzip, zstandard, bzip2, xz; of any number of members or frames."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compression_of(head: bytes) -> Compression | None:
 
 
 def is_cut_within_magic(head: bytes, compression: Compression) -> bool:
-    """True for all of a file that ends before it can be told to be compressed, also for an empty one."""
+    """True for all of a file that ends before it can be recognised as compressed, also for an empty one."""
     return any(magic.startswith(head) for magic, name in _MAGIC.items() if name == compression)
 
 

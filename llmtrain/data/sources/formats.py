@@ -1,4 +1,4 @@
-"""The format of a source file, told by its first bytes. The name decides only where the bytes leave a choice."""
+"""The format of a source file, recognised by its first bytes. The name decides only where the bytes leave a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of token ids among others, told by their names and what lies beside them; see token_files."""
+"""Files of token ids among others, recognised by their names and what lies beside them; see token_files."""
 
 from __future__ import annotations
 

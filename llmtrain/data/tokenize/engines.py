@@ -61,7 +61,7 @@ class TokenizersEngine:
 
 
 class GigatokenEngine:
-    """gigatoken (Rød 2026): byte-level BPE with the patterns that it knows, and SentencePiece's BPE."""
+    """gigatoken (Rød 2026): byte-level BPE with the patterns that it supports, and SentencePiece's BPE."""
 
     def __init__(self, settings: str) -> None:
         try:
@@ -69,13 +69,13 @@ class GigatokenEngine:
         except ImportError:
             raise EngineError("gigatoken is not installed (`pip install 'llmtrain[fast]'`)") from None
         content = json.loads(settings)
-        # Those that it knows it also reads where they are spelled out in a text.
+        # Those that it has it also reads where they are spelled out in a text.
         content["added_tokens"] = [token for token in content.get("added_tokens") or [] if not token["special"]]
         self._load: Callable[[], Any] = lambda: Gigatoken.from_json(json.dumps(content)).backend
         try:
             self._tokenizer = self._load()
         except Exception as error:  # it raises RuntimeError and ValueError
-            raise EngineError(f"gigatoken does not know this tokenizer: {first_line(error)}") from error
+            raise EngineError(f"gigatoken does not support this tokenizer: {first_line(error)}") from error
         self.dtype = _dtype(Tokenizer.from_str(settings))
         self._encoded, self._began_with = 0, own_memory()
 
@@ -103,7 +103,7 @@ class TiktokenEngine:
         try:
             self._encoding = Encoding("llmtrain", pat_str=_pattern(content), mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
-            raise EngineError(f"tiktoken does not know this tokenizer: {first_line(error)}") from error
+            raise EngineError(f"tiktoken does not support this tokenizer: {first_line(error)}") from error
 
     def encode(self, texts: Sequence[str]) -> Iterator[NDArray]:
         for text in texts:
@@ -141,7 +141,7 @@ def _ranks(content: dict[str, Any]) -> tuple[dict[bytes, int], NDArray]:
     """Ranks of the tokens in tiktoken's sense, the order of their merges, and the id at each rank."""
     model = content["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise EngineError("tiktoken knows byte-level BPE alone")
+        raise EngineError("tiktoken supports byte-level BPE alone")
     decoder, vocab = {character: byte for byte, character in _byte_characters().items()}, model["vocab"]
     characters = [character for character in decoder if character in vocab]
     if len(characters) < 256:

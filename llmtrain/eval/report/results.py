@@ -208,8 +208,8 @@ def as_markdown(report: Report) -> str:
     if titles:
         counts = {one.title: one.metrics.documents for one in reversed(report.results)}
         lines += ["", f"Documents: {', '.join(f'{title} {counts[title]:,}' for title in titles)}."]
-    used = dict.fromkeys(report.metric(title) for title in report.titles)
-    lines += ["", *(f"- `{name}`: {MEANINGS[name]}" for name in used if name in MEANINGS)]
+    used = {one.metrics.headline: meaning for one in reversed(report.results) if (meaning := _meaning(one))}
+    lines += ["", *(f"- `{name}`: {meaning}" for name, meaning in reversed(used.items()))]
     lines += [
         f"- {one.model}, {one.title}: {one.metrics.truncated} of {one.metrics.requests} contexts were cut on the left to "
         "fit the model's window."
@@ -224,6 +224,13 @@ def as_markdown(report: Report) -> str:
         lines += ["", "## Not evaluated", ""]
         lines += [f"- {one.title} ({', '.join(one.models)}): {' '.join(one.reason.split())}" for one in report.failures]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _meaning(result: Result) -> str | None:
+    name = result.metrics.headline
+    if name == "acc" and result.task_settings.get("output_type") == "multiple_choice":  # of lm-evaluation-harness
+        name = "acc_sum"
+    return MEANINGS.get(name)
 
 
 def _group_table(report: Report) -> list[str]:

@@ -96,12 +96,12 @@ def find_tokenizer(found: FoundModel, tokenizer: str | None = None) -> TextToken
         return load_tokenizer(tokenizer)
     if not found.is_checkpoint:
         return load_tokenizer(found.folder)
-    from llmtrain.generate.load import checkpoint_tokenizer_path
+    from llmtrain.generate.load import checkpoint_tokenizer
 
     folder, manifest = Repository(found.folder).open()
     if not (folder / "tokenizer").is_dir() and "data" not in manifest.config:
         raise EvalError(f"{folder} was imported without a tokenizer; import it from a folder that has one")
-    return load_tokenizer(checkpoint_tokenizer_path(folder, manifest))
+    return checkpoint_tokenizer(folder, manifest)
 
 
 def load_scorer(

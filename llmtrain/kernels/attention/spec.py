@@ -206,7 +206,7 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
     first.
 
     cuDNN leads on Hopper and later, FA2 where cuDNN is untuned or absent; FlexAttention fuses the change of scores and skips
-    masked tiles. On Hopper varlen, which is FA2, is ahead of Flex in all cells of benchmarks/grid.csv with documents or with a
+    masked tiles. On Hopper varlen, which is FA2, is ahead of Flex in all cells of the measured grid with documents or with a
     window at a head_dim above 128, and behind it in most others. Ours has kernels for all of it, and sdpa:efficient reads a
     [heads, T, T] bias from memory. On CPUs, SDPA's own kernel never stores the T x T scores.
     """

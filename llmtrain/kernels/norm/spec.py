@@ -31,7 +31,7 @@ def refuse_triton_rows(spec: NormSpec, platform: Platform | None) -> str | None:
 
 FASTER = {"rmsnorm": ((1536, 8192),), "layernorm": ((1536, 3072), (5120, 6144))}
 """Widths between which ours was faster than the compiled reference at every width measured, in bf16 on an H200 (rows `norm` of
-benchmarks/grid.csv: x + delta, forward and backward of 16,384 tokens at 768 to 8,192 channels): 1.08 to 1.63 x. Outside it was 0.92
+the measured grid: x + delta, forward and backward of 16,384 tokens at 768 to 8,192 channels): 1.08 to 1.63 x. Outside it was 0.92
 to 1.04 x. Norms without delta were timed in whole training steps alone."""
 
 

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from llmtrain.errors import UserError
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Raise UserError for a link in a folder that leads out of it: it would bring any file of this machine along. In the hub's
+    cache the files of models--X/snapshots/REVISION are links to models--X/blobs."""
+    root = folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    for place, folders, files in os.walk(root):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not any(path.resolve().is_relative_to(inside) for inside in allowed):
+                target = os.readlink(path)
+                raise UserError(f"{path} is a link that leads out of {folder}, to {target}: put the file itself there")
+
 
 def reason(error: BaseException) -> str:
     """The cause in an error of torch.load or transformers, without its advice, which is to run what the file holds.

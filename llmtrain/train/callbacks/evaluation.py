@@ -51,7 +51,7 @@ class Evaluation(Callback):
     tokenises the prompts, so that their errors are raised before training begins. The number of contexts that are cut to fit the
     model is printed, and logged as `icl/<task>/truncated`. The weights, the optimizer, the random generators and the data loader
     are not changed.
-    A task that cannot be evaluated is told once, and is among the failures of the kept results; the others go on. Raises UserError
+    A task that cannot be evaluated is reported once, and is among the kept failures; the others go on. Raises UserError
     if none is left.
     """
 

@@ -7,7 +7,6 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from llmtrain.train.report.step_profile import Span, StepProfile, innermost, step_profile
 
-_STEP, _DATA, _OPTIMIZER = "llmtrain.step", "llmtrain.data", "llmtrain.optimizer"
-_OF_TORCH = "Optimizer.step#"
+_STEP, _DATA = "llmtrain.step", "llmtrain.data"
+_OPTIMIZER = "Optimizer.step#"
+"""The beginning of PyTorch's names of optimizers' steps."""
 _CALL = re.compile(r"(cuda|cu|hip)[A-Z]|INVALID")
 """Names of calls of CUDA's and HIP's runtimes and drivers, some of which the profiler does not know. A kernel has the number of the
 call that launched it; operators have numbers of their own, which may be the same ones."""
@@ -54,12 +54,6 @@ class StepRecorder(Callback, ABC):
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self._data.close()
 
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer runs forward and backward passes within Optimizer.step; from here on it is the optimizer.
-        if self.recording is not None:
-            with record_function(_OPTIMIZER):
-                pass
-
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.recording is None:
             return
@@ -92,7 +86,7 @@ def breakdown(profiler: profile, steps: int) -> StepProfile:
     events: list[Any] = profiler.profiler.kineto_results.events()
     on_host = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
     on_gpu = [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU]
-    named = {name: _spans(e for e in on_host if e.name() == name) for name in (_STEP, _DATA, _OPTIMIZER)}
+    named = {name: _spans(e for e in on_host if e.name() == name) for name in (_STEP, _DATA)}
     window = Span(_STEP, min(s.start for s in named[_STEP]), max(s.end for s in named[_STEP]))
     if on_gpu:
         launches = {e.correlation_id(): e.start_ns() for e in on_host if _CALL.match(e.name())}
@@ -104,13 +98,7 @@ def breakdown(profiler: profile, steps: int) -> StepProfile:
     else:
         thread = next(e.start_thread_id() for e in on_host if e.name() == _STEP)
         kernels = innermost(_spans(e for e in on_host if not e.is_user_annotation() and e.start_thread_id() == thread))
-    of_torch = _spans(e for e in on_host if e.name().startswith(_OF_TORCH))
-    optimizer = [
-        replace(begin, end=around.end)
-        for begin in named[_OPTIMIZER]
-        for around in of_torch
-        if around.start <= begin.start < around.end
-    ]
+    optimizer = _spans(e for e in on_host if e.name().startswith(_OPTIMIZER))
     return step_profile(kernels, window, steps, named[_DATA], optimizer)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, by which a job manager takes a machine back: every rank saves and ends at the same step boundary."""
+"""SIGTERM, by which a job manager takes a machine back, and Ctrl-C: every rank saves and ends at the same step boundary."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from llmtrain.distributed.run_lock import release_all
 from llmtrain.distributed.world import gloo_group
-from llmtrain.errors import Preempted
+from llmtrain.errors import Preempted, signal_name
 
 _SAME_SIGNAL_SECONDS = 2.0
 """A job manager may signal the launcher and the ranks at once, and the launcher passes it on: that is one SIGTERM."""
 
 
 class Preemption:
-    """Records SIGTERM on this rank, and finds the step after which all ranks save and end.
+    """Records SIGTERM or SIGINT on this rank, and finds the step after which all ranks save and end.
 
     A collective that every step waits for would cost its latency each time. Here each step starts a reduction over a
     group of its own and reads the result of the step before, which has long arrived: the signal takes effect one step
@@ -30,24 +30,28 @@ class Preemption:
 
     group: for messages of the main thread in host memory; others may use it, all ranks in the same order.
 
-    Use it as a context manager, in the main thread. A second SIGTERM, more than two seconds after the first, ends the
+    Use it as a context manager, in the main thread. A second signal, more than two seconds after the first, ends the
     process at once; so does the time limit, when nothing was saved by then.
     """
 
     def __init__(self, grace_seconds: float):
         self.grace_seconds = grace_seconds
         self.group = gloo_group()
+        self.number = 0
+        """The signal that all ranks have agreed on, once `signalled` was true."""
+        self._signal = 0
         self._signalled_at: float | None = None
         self._timer: threading.Timer | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Preemption:
-        self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         if self._timer is not None:
             self._timer.cancel()
         # After another error a rank may be gone, and the reduction would never end.
@@ -62,34 +66,37 @@ class Preemption:
 
     def signalled(self) -> bool:
         """True, on all ranks alike, if any rank had the signal one step ago. Every rank calls this after each step."""
-        before, flag = self._pending, torch.tensor([self._signalled_at is not None], dtype=torch.int32)
+        before, flag = self._pending, torch.tensor([self._signal], dtype=torch.int32)
         self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         if before is None:
             return False
         result, work = before
         work.wait()
-        return bool(result.item())
+        self.number = int(result.item())
+        return self.number != 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
-            self._signalled_at = now
+            self._signal, self._signalled_at = number, now
             self._timer = threading.Timer(self.grace_seconds, self._on_time_limit)
             self._timer.daemon = True
             self._timer.start()
             if int(os.environ.get("RANK", 0)) == 0:
                 _write_stderr(
-                    f"SIGTERM: saving after this step, within {self.grace_seconds:g} s; a second one ends at once"
+                    f"{signal_name(number)}: saving after this step, within {self.grace_seconds:g} s; a second one ends at once"
                 )
         elif now - self._signalled_at > _SAME_SIGNAL_SECONDS:
-            _write_stderr("a second SIGTERM: ending without saving")
+            _write_stderr(
+                f"a second {signal_name(number)}: ending without saving; what was trained since the last checkpoint is lost"
+            )
             release_all()
-            os._exit(Preempted.status)
+            os._exit(128 + number)
 
     def _on_time_limit(self) -> None:
-        _write_stderr(f"SIGTERM: nothing was saved within {self.grace_seconds:g} s; ending")
+        _write_stderr(f"{signal_name(self._signal)}: nothing was saved within {self.grace_seconds:g} s; ending")
         release_all()
-        os._exit(Preempted.status)
+        os._exit(128 + self._signal)
 
 
 def _write_stderr(text: str) -> None:

@@ -27,6 +27,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
+from llmtrain.objectives.base import Batch, Objective, compute_loss, loss_in
 from llmtrain.plan.graph_gain import gained_by_run
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig
@@ -63,11 +64,11 @@ def reason_against(config: Config, model: CausalLM, world: World) -> str | None:
     return reason
 
 
-def graphed_loss(config: Config, model: CausalLM, world: World) -> GraphedLoss | None:
+def graphed_loss(config: Config, model: CausalLM, objective: Objective, world: World) -> GraphedLoss | None:
     """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be."""
     reason, setting = reason_against(config, model, world), config.train.cuda_graphs
     if reason is None:
-        return GraphedLoss(model, config.grad_accum(world.size), setting == "on", world.size)
+        return GraphedLoss(model, objective, config.grad_accum(world.size), setting == "on", world.size)
     if setting == "on":
         raise UserError(f"train.cuda_graphs = on: there can be no CUDA graphs here, as {reason}; use auto or off")
     if setting == "auto" and model.hybrid.platform.vendor != "cpu":
@@ -76,7 +77,7 @@ def graphed_loss(config: Config, model: CausalLM, world: World) -> GraphedLoss |
 
 
 class GraphedLoss:
-    """CausalLM.loss, which launches graphs once it has made them.
+    """compute_loss, which launches graphs once it has made them.
 
     microbatches: of a step; the first step runs without graphs, since it compiles layers and allocates the optimizer's state. 0:
     there will be none, as an attempt has failed.
@@ -84,31 +85,33 @@ class GraphedLoss:
     call it with batches of the same shape; where one cannot make graphs, none does.
     """
 
-    def __init__(self, model: CausalLM, microbatches: int, required: bool = False, ranks: int = 1):
-        self.model, self.microbatches, self.required, self.ranks = model, microbatches, required, ranks
+    def __init__(
+        self, model: CausalLM, objective: Objective, microbatches: int, required: bool = False, ranks: int = 1
+    ):
+        self.model, self.objective, self.microbatches = model, objective, microbatches
+        self.required, self.ranks = required, ranks
         self.graph: MicrobatchGraph | None = None
         self._before = microbatches  # calls until there are graphs
 
-    def __call__(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> LossOutput:
-        """The loss, as CausalLM.loss."""
-        if not (self.model.training and torch.is_grad_enabled()):
-            return self.model.loss(input_ids, labels, document_ids)
-        if self._before:
-            self._before -= 1
-        elif self.graph is None and self.microbatches:
-            self._capture(input_ids, labels, document_ids)
-        if self.graph is None or not self.graph.serves(input_ids, labels, document_ids):
-            return self.model.loss(input_ids, labels, document_ids)
-        return self.graph(input_ids, labels, document_ids)
+    def __call__(self, batch: Batch) -> LossOutput:
+        """The loss of a microbatch on the device, or of a batch of validation."""
+        if self.model.training and torch.is_grad_enabled():
+            if self._before:
+                self._before -= 1
+            elif self.graph is None and self.microbatches:
+                self._capture(batch)
+            if self.graph is not None and self.graph.serves(batch):
+                return self.graph(batch)
+        return compute_loss(self.model, self.objective, batch)
 
     def hand_over(self) -> None:
         """Give the gradients of a step's microbatches to the parameters, once all of them are there."""
         if self.graph is not None:
             self.graph.hand_over()
 
-    def _capture(self, *batch: Any) -> None:
+    def _capture(self, batch: Batch) -> None:
         """Make the graphs on every rank, or never try again."""
-        self.graph, reason = make_graph(self.model, batch, self.ranks)
+        self.graph, reason = make_graph(self.model, self.objective, batch, self.ranks)
         if self.graph is not None:
             run_log.info(f"CUDA graphs: on, {self.graph.nbytes / 2**30:.1f} GiB of the GPU's memory are theirs")
             return
@@ -118,12 +121,14 @@ class GraphedLoss:
         run_log.warning(f"CUDA graphs: off, as they cannot be made: {reason}")
 
 
-def make_graph(model: CausalLM, batch: tuple[Tensor | None, ...], ranks: int = 1) -> tuple[MicrobatchGraph | None, str]:
+def make_graph(
+    model: CausalLM, objective: Objective, batch: Batch, ranks: int = 1
+) -> tuple[MicrobatchGraph | None, str]:
     """The graphs of a microbatch, or a reason for which there are none; then the model is as it was before. Every one of `ranks`
     calls it: all make them or none does. batch: as for MicrobatchGraph."""
     graph, reason = None, ""
     try:
-        graph = MicrobatchGraph(model, batch)
+        graph = MicrobatchGraph(model, objective, batch)
     except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
         reason = str(error).strip().splitlines()[0]
     if ranks > 1:
@@ -142,18 +147,18 @@ def make_graph(model: CausalLM, batch: tuple[Tensor | None, ...], ranks: int = 1
 
 
 def replay_seconds(
-    model: CausalLM, batch: tuple[Tensor | None, ...], clock: Callable[[], float], ranks: int = 1
+    model: CausalLM, objective: Objective, batch: Batch, clock: Callable[[], float], ranks: int = 1
 ) -> float | None:
     """Time of one microbatch by its graphs, which are dropped again; None where they cannot be made. Gradients are None afterwards.
 
     batch, ranks: as for make_graph. clock: the time in seconds, once the GPU has done everything so far.
     """
-    graph, _ = make_graph(model, batch, ranks)
+    graph, _ = make_graph(model, objective, batch, ranks)
     if graph is None:
         return None
     for _ in range(2):  # the first is slower, and exchanges weights
         began = clock()
-        graph(*batch).loss.backward()
+        graph(batch).loss.backward()
         seconds = clock() - began
     del graph
     model.zero_grad(set_to_none=True)
@@ -176,12 +181,13 @@ class MicrobatchGraph:
     """Forward and backward pass of one microbatch's loss, as two graphs in one pool of memory.
 
     They read weights of their own, which are brought up to date before a step's first microbatch, and add to sums of their own,
-    one for each parameter that has a gradient, which `hand_over` gives to the parameters after the last one. batch: input_ids,
-    labels, document_ids or None, as CausalLM.loss; its values do not matter. Raises NoGraph, or what CUDA says against it.
+    one for each parameter that has a gradient, which `hand_over` gives to the parameters after the last one. batch: whose values do
+    not matter. Raises NoGraph, or the error of CUDA against it.
     """
 
-    def __init__(self, model: CausalLM, batch: tuple[Tensor | None, ...]):
-        self.model, self.batch = model, tuple(None if t is None else t.clone() for t in batch)
+    def __init__(self, model: CausalLM, objective: Objective, batch: Batch):
+        self.model, self.objective = model, objective
+        self.batch = {name: batch[name].clone() for name in self._read(batch)}
         self.stream = torch.cuda.Stream()
         self._backward_of = self._forwards = 0
         self._within_step = False
@@ -204,18 +210,20 @@ class MicrobatchGraph:
                 f"{free / 2**30:.1f} GiB of memory would be left beside them; a smaller microbatch leaves more"
             )
 
-    def serves(self, *batch: Tensor | None) -> bool:
+    def _read(self, batch: Batch) -> list[str]:
+        """Names of the tensors of a batch that the graphs read."""
+        return [name for name in ("input_ids", "document_ids", *self.objective.columns) if name in batch]
+
+    def serves(self, batch: Batch) -> bool:
         """True if the graphs are of batches of this shape."""
-        return all(
-            (a is None) == (b is None) and (a is None or b is None or (a.shape, a.dtype) == (b.shape, b.dtype))
-            for a, b in zip(self.batch, batch, strict=True)
+        return self._read(batch) == list(self.batch) and all(
+            (batch[name].shape, batch[name].dtype) == (here.shape, here.dtype) for name, here in self.batch.items()
         )
 
-    def __call__(self, *batch: Tensor | None) -> LossOutput:
+    def __call__(self, batch: Batch) -> LossOutput:
         """The loss of a batch that the graphs serve. Its backward pass must come before the next call."""
-        for here, given in zip(self.batch, batch, strict=True):
-            if here is not None and given is not None:
-                here.copy_(given, non_blocking=True)
+        for name, here in self.batch.items():
+            here.copy_(batch[name], non_blocking=True)
         loss = _Replay.apply(self.anchor, self)
         assert isinstance(loss, Tensor)
         return LossOutput(loss, self.ce.clone(), self.z.clone(), self.n_tokens.clone())
@@ -245,11 +253,9 @@ class MicrobatchGraph:
             self.weights.hand_over(self.sums, self.reached)
 
     def _loss(self) -> LossOutput:
-        input_ids, labels, document_ids = self.batch
-        assert input_ids is not None and labels is not None
         # Kept: the graphs read what is in it, and the model forgets contexts of lengths that it has not seen for long.
-        self.context = self.model.hybrid.context(input_ids.shape[1], input_ids.device, document_ids)
-        return self.model.loss_in(self.context, input_ids, labels)
+        self.context = self.model.context(self.batch["input_ids"], self.batch.get("document_ids"))
+        return loss_in(self.context, self.model, self.objective, self.batch)
 
     def _rehearse(self) -> None:
         """One microbatch without graphs, on the stream of the graphs. Raises NoGraph where the host waits for the GPU."""

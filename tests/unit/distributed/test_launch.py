@@ -121,3 +121,51 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, signals: int):
     assert process.wait(300) == 143
     assert signals == 2 or time.monotonic() - began >= 2
     assert not any(alive(pid) for pid in ranks)
+
+
+LISTENS = """
+import os, pathlib, torch.distributed as dist
+from llmtrain.distributed.world import initialize
+initialize()
+total = [None] * dist.get_world_size()
+dist.all_gather_object(total, os.environ["MASTER_PORT"])
+own = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+listening = []
+for kind in ("tcp", "tcp6"):
+    for line in pathlib.Path("/proc/net", kind).read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            listening.append(fields[1])
+dist.barrier()
+pathlib.Path(os.environ["NOTES"], os.environ["RANK"]).write_text(" ".join([total[0], *listening]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+def test_launches_at_once_meet_at_ports_of_their_own_and_listen_on_loopback_alone(tmp_path: Path):
+    places = [tmp_path / str(number) for number in range(3)]
+    processes = []
+    for place in places:
+        place.mkdir()
+        command = [sys.executable, "-c", LAUNCHER, LISTENS, str(place / "run"), "60"]
+        processes.append(subprocess.Popen(command, env={**os.environ, "NOTES": str(place)}))
+    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    ports = set()
+    for place in places:
+        for rank in "01":
+            port, *listening = (place / rank).read_text().split()
+            assert all(address.startswith("0100007F:") for address in listening), listening
+            ports.add(port)
+        assert f"0100007F:{int((place / '0').read_text().split()[0]):04X}" in (place / "0").read_text()
+    assert len(ports) == 3
+
+
+def test_a_lone_process_listens_nowhere(tmp_path: Path):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    }
+    subprocess.run(
+        [sys.executable, "-c", LISTENS], env={**environment, "NOTES": str(tmp_path)}, check=True, timeout=300
+    )
+    _, *listening = (tmp_path / "0").read_text().split()
+    assert all(address.startswith("0100007F:") for address in listening)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import eval_peer
-from benchmarks.eval_peer import measure_peer
+from benchmarks.harness import eval_peer
+from benchmarks.harness.eval_peer import measure_peer
 
 CHOICES = 4
 

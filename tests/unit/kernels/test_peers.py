@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmtrain.bench.kernels import scan
-from llmtrain.bench.tune.ssd import Case
+from llmtrain.bench.kernels import peers
 from llmtrain.errors import UserError
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -21,6 +20,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.operation import Shape, operation
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
 
@@ -281,9 +281,9 @@ def test_fla_beside_our_scan_is_called_with_what_mamba_2_means(monkeypatch, grou
         module = types.ModuleType(name)
         module.chunk_simple_gla = chunk_simple_gla  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    case = Case(4, 8, 16, groups, 40, "float32", 80)
-    *tensors, _ = case.tensors("cpu")
+    ssd, shape = operation("ssd"), Shape(SSDSpec(4, 8, 16, groups, 256, dtype="float32"), 2, 40)
+    tensors, _ = ssd.draw(shape)
     with torch.compiler.set_stance("force_eager"):
-        found = scan.fla()(*tensors)
-    exact = case.exact()(*(t.double() for t in tensors))
+        found = peers.gated_linear_attention()(*tensors)
+    exact = ssd.reference(shape, "cpu")(*(t.double() for t in tensors))
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)

@@ -273,7 +273,7 @@ def test_norms_that_a_backend_cannot_serve_are_problems_of_the_config():
     ((path, message),) = found(s=shared | ours)
     assert path == "blocks.s.norm.backend" and "up to 8192 channels, not 10240" in message
     assert found(s=shared | ours, d_model=4096) == []
-    # The model's is told once; with the names of blocks where it is their width.
+    # The model's is reported once; with the names of blocks where it is their width.
     ((path, message),) = found(norm="triton", s=shared)
     assert path == "norm.backend" and "block s takes model.norm at 10240 channels" in message
     ((path, message),) = found("s+m t+m", norm="triton", s=shared, t=shared)

@@ -7,7 +7,7 @@ import torch
 
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.train.composer_model import own_part
+from llmtrain.train.batches import own_part
 
 
 @pytest.mark.parametrize("size", [2, 3])

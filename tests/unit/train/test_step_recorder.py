@@ -32,8 +32,7 @@ def test_a_kernel_belongs_to_the_call_that_launched_it_and_not_to_an_operator_of
     events = [
         Event("llmtrain.step", 0, 1000, _is_user_annotation=True),
         Event("llmtrain.data", 0, 100, _is_user_annotation=True),
-        Event("llmtrain.optimizer", 600, 601, _is_user_annotation=True),
-        Event("Optimizer.step#AdamW.step", 110, 900, _is_user_annotation=True),
+        Event("Optimizer.step#AdamW.step", 600, 900, _is_user_annotation=True),
         Event("cudaGraphLaunch", 120, 130, 7),
         Event("cuLaunchKernelEx", 610, 620, 8),
         Event("aten::mul", 650, 700, 7),

@@ -89,7 +89,7 @@ def test_where_lower_is_better_the_model_with_less_is(tmp_path, monkeypatch):
     assert task.headline.value == 0.125 and as_json(found)["tasks"][0]["lower_is_better"] == ["acc_sum"]
     assert task.a_better[0].a == "wrong one" and task.b_better[0].b == "wrong one"
     drawn: list[str] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b""))
     monkeypatch.setattr("matplotlib.axes.Axes.set", lambda axes, **given: drawn.append(given.get("xlabel", "")))
     draw(found, tmp_path / "it.png")
     assert drawn == ["B − A, percent of A's (left: B is better)"]
@@ -106,7 +106,7 @@ def test_a_metric_may_fall_in_one_task_and_rise_in_another(tmp_path, monkeypatch
     assert [one["lower_is_better"] for one in as_json(found)["tasks"]] == [["acc_sum"], []]
     assert [one.a_better[0].a for one in found.tasks] == ["wrong one", "right | one"]
     drawn: list[list[str]] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b""))
     monkeypatch.setattr("matplotlib.axes.Axes.set_yticks", lambda axes, ticks, labels, **_: drawn.append(list(labels)))
     draw(found, tmp_path / "it.png")
     assert [[label.partition("\n")[0] for label in panel] for panel in drawn] == [["u (0-shot)"], ["t (0-shot)"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_work import work
+from benchmarks.harness.plan_work import work
 from llmtrain.eval.scoring.batching import Rows, make_rows
 from llmtrain.eval.scoring.packed_plan import PackedPlan, pack_rows
 from tests.support.scoring import KINDS, choices

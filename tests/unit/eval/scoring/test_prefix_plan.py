@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.plan_work import work
+from benchmarks.harness.plan_work import work
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.scoring.batching import Limits, Row, batch_sorted, make_rows

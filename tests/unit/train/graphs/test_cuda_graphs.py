@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
+from llmtrain.models.config import LossConfig
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.graphs import cuda_graphs
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss, refusal
@@ -69,7 +71,7 @@ class Model:
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
     model: Any = Model(platform)
     config: Any = SimpleNamespace(train=train(**settings), grad_accum=lambda ranks: 2)
-    return graphed_loss(config, model, World(0, ranks, 0, ranks))
+    return graphed_loss(config, model, NextToken(LossConfig()), World(0, ranks, 0, ranks))
 
 
 def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
@@ -95,14 +97,16 @@ def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds,
 
 
 class Loss(nn.Module):
-    """A loss that counts its calls."""
+    """A model that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.calls = 0
 
-    def loss(self, ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def context(self, ids: Tensor, document_ids: Tensor | None, segments: None) -> None: ...
+
+    def forward(self, ids: Tensor, context: None, output: object) -> Tensor:
         self.calls += 1
         return self.weight * ids.sum()
 
@@ -110,25 +114,29 @@ class Loss(nn.Module):
 def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monkeypatch, caplog):
     tried: list[int] = []
 
-    def fails(model: Loss, batch: object) -> None:
+    def fails(model: Loss, objective: object, batch: object) -> None:
         tried.append(model.calls)
         raise NoGraph("it is Monday")
 
     monkeypatch.setattr(cuda_graphs, "MicrobatchGraph", fails)
     model: Any = Loss()
-    graphs, ids = GraphedLoss(model, microbatches=2), torch.ones(2, 3)
+    graphs, batch = GraphedLoss(model, NextToken(LossConfig()), microbatches=2), {"input_ids": torch.ones(2, 3)}
     with torch.no_grad():
-        graphs(ids, ids)
+        graphs(batch)
     model.eval()
-    graphs(ids, ids)
+    graphs(batch)
     assert model.calls == 2
     model.train()
     for number in range(5):
         model.weight.grad = torch.full((), float(number))  # of the microbatches before
-        graphs(ids, ids)
+        graphs(batch)
         assert float(model.weight.grad) == number
     assert tried == [4] and model.calls == 7  # two of validation, two of the first step
     assert caplog.messages == ["CUDA graphs: off, as they cannot be made: it is Monday"]
+
+
+ONE = {"input_ids": torch.zeros(1), "labels": torch.zeros(1)}
+"""A batch."""
 
 
 class Replayed(MicrobatchGraph):
@@ -136,7 +144,8 @@ class Replayed(MicrobatchGraph):
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.sums = parameters, [torch.full_like(p, math.nan) for p in parameters]
-        self.batch, self.anchor = (torch.zeros(1), torch.zeros(1), None), torch.zeros((), requires_grad=True)
+        self.objective, self.batch = NextToken(LossConfig()), ONE
+        self.anchor = torch.zeros((), requires_grad=True)
         self.loss = self.ce = self.z = self.n_tokens = torch.zeros(())
         self.d_loss, self.passes, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
         self.reached, self._within_step = list(range(len(parameters))), False
@@ -158,7 +167,7 @@ class Replayed(MicrobatchGraph):
         for parameter in self.parameters:
             parameter.grad = None
         for weight in weights:
-            (self(torch.ones(1), torch.ones(1), None).loss * weight).backward()
+            (self(ONE).loss * weight).backward()
         self.hand_over()
         return [float(p.grad) for p in self.parameters if p.grad is not None]
 
@@ -183,7 +192,7 @@ def test_gradients_are_added_to_those_that_other_microbatches_left():
     graph = Replayed([nn.Parameter(torch.zeros(())) for _ in range(2)])
     graph.step(1.0)
     graph.parameters[0].grad, graph.parameters[1].grad = torch.full((), 10.0), None
-    graph(torch.ones(1), torch.ones(1), None).loss.backward()
+    graph(ONE).loss.backward()
     graph.hand_over()
     assert [float(p.grad) for p in graph.parameters if p.grad is not None] == [12.0, 2.0]
 
@@ -197,7 +206,7 @@ def test_nothing_is_handed_over_twice():
 def test_graphs_serve_batches_of_their_shape_alone():
     graph = Replayed([])
     one, two = torch.zeros(1), torch.zeros(2)
-    assert graph.serves(one, one, None)
-    assert (
-        not graph.serves(two, two, None) and not graph.serves(one, one, one) and not graph.serves(one, one.long(), None)
-    )
+    assert graph.serves(ONE) and graph.serves(ONE | {"sample_ids": two})  # which graphs do not read
+    assert not graph.serves({"input_ids": two, "labels": two})
+    assert not graph.serves(ONE | {"document_ids": one})
+    assert not graph.serves(ONE | {"labels": one.long()})

@@ -1,0 +1,206 @@
+"""Attention as tests, doctor, bench and tuning see it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.errors import UserError
+from llmtrain.kernels import operation as base
+from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.operation import DOCUMENT, Draw, Function, Operation, Shape, Work
+from llmtrain.kernels.platform import Platform
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alibi": {"alibi_max_bias": 8.0},
+    "documents": {"documents": True},
+    "softcap": {"softcap": 30.0},
+    "window": {"sliding_window": 1024},
+    "documents+window": {"sliding_window": 1024, "documents": True},
+    "softcap+window": {"softcap": 50.0, "sliding_window": 1024},
+    # All at once.
+    "mixed": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0, "documents": True},
+    "mixed, full": {"alibi_max_bias": 8.0, "sliding_window": 512, "softcap": 30.0, "documents": True},
+    # The keys before those of a part of the queries (suffix.py).
+    "plain, full": {},
+}
+"""Features by the name that rows of the tuning table have, causal but for those that end in `full`."""
+_BLOCK = 2048
+"""Queries whose scores in float64 exist at a time."""
+
+
+class Attention(Operation):
+    name, spec, leaves, outputs = "attention", AttentionSpec, ("q", "k", "v"), ("out",)
+
+    def inputs(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        seq_len: int,
+        device: str = "cpu",
+        seed: int = 0,
+        document: int = DOCUMENT,
+    ) -> tuple[list[Any], Tensor]:
+        """q, k, v [batch, T, heads, head_dim] as slices of one projection. document: length of one, in `ids`."""
+        draw, heads = Draw(device, spec.dtype, seed), (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+        slices = draw(batch, seq_len, sum(heads) * spec.head_dim).split([h * spec.head_dim for h in heads], dim=-1)
+        qkv: list[Any] = [t.unflatten(-1, (h, spec.head_dim)) for t, h in zip(slices, heads, strict=True)]
+        return qkv, draw(batch, seq_len, spec.n_heads, spec.head_dim)
+
+    def ids(self, shape: Shape, device: str) -> Tensor | None:
+        """Document ids [batch, T], or None."""
+        length = self.option(shape, "document", DOCUMENT)
+        return base.documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
+
+    def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
+        context = kernel.prepare(shape.seq_len, torch.device(device), self.ids(shape, device))
+        return lambda q, k, v: kernel(q, k, v, context)
+
+    def pieces(self, shape: Shape, found: Sequence[Tensor]) -> list[Tensor]:
+        """The last sequence's first key head, and the query heads that share it."""
+        return [t[-1:, :, : t.shape[2] // shape.spec.n_kv_heads] for t in found]
+
+    def exact(self, shape: Shape, tensors: Sequence[Any], up: Tensor) -> list[Tensor]:
+        """Head by head, some queries at a time, so that a sequence of 32,768 tokens fits."""
+        if self.full(shape):
+            raise UserError(
+                f"attention is checked with causality alone: tune `{(shape.variant or '').partition(',')[0]}`"
+            )
+        given = self.pieces(shape, [t.detach() for t in (*tensors, up)])
+        q, k, v, dout = (t[0].transpose(0, 1).double() for t in given)
+        out, dq, dk, dv = (torch.zeros_like(t) for t in (q, q, k, v))
+        ids, seq_len = self.ids(shape, q.device.type), shape.seq_len
+        for head in range(q.shape[0]):
+            for begin in range(0, seq_len, _BLOCK):
+                rows = slice(begin, min(begin + _BLOCK, seq_len))
+                leaves = base.leaves([q[head, rows].clone(), k[0, : rows.stop].clone(), v[0, : rows.stop].clone()])
+                part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[-1])
+                out[head, rows] = part.detach()
+                grads = torch.autograd.grad(part, leaves, dout[head, rows])
+                dq[head, rows] = grads[0]
+                dk[0, : rows.stop] += grads[1]
+                dv[0, : rows.stop] += grads[2]
+        return [t.transpose(0, 1)[None] for t in (out, dq, dk, dv)]
+
+    def work(self, shape: Shape) -> tuple[Work, Work]:
+        """FLOP: 4 head_dim per visible pair and head, in the backward 2.5 times as many. Bytes: of q, k, v and the output; in
+        the backward of these and of all gradients."""
+        spec, causal, document = shape.spec, not self.full(shape), self.option(shape, "document", DOCUMENT)
+        pairs = spec.pairs(shape.seq_len, causal)
+        if spec.documents:
+            whole, rest = divmod(shape.seq_len, document)
+            pairs = whole * spec.pairs(document, causal) + spec.pairs(rest, causal)
+        flops, moved = (
+            4.0 * pairs * spec.n_heads * spec.head_dim * shape.batch,
+            shape.batch * shape.seq_len * spec.head_dim,
+        )
+        moved *= 2 * (spec.n_heads + spec.n_kv_heads) * base.element_size(spec.dtype)
+        return Work(flops, moved), Work(2.5 * flops, 2 * moved)
+
+    def label(self, shape: Shape) -> str:
+        spec = shape.spec
+        if shape.variant is not None:
+            return f"head_dim {spec.head_dim}" + f" {shape.variant}" * (shape.variant != "plain")
+        return f"{spec.n_heads} on {spec.n_kv_heads} x {spec.head_dim} {features(spec)}"
+
+    def shapes(self, tiny: bool) -> Iterator[Shape]:
+        if tiny:
+            yield self.sized(32, 128, "plain", "float32", 256, heads=2)
+            yield self.sized(32, 128, "alibi", "float32", 256, heads=2)
+            return
+        others = [*itertools.product((64, 128), ("alibi", "window", "documents")), (160, "plain")]
+        for head_dim, variant in [(64, "plain"), (128, "plain"), *others]:
+            for seq_len in base.LENGTHS:
+                yield self.sized(head_dim, seq_len, variant)
+
+    def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
+        spec = AttentionSpec(4, 4, 64, 0.125, dtype=dtype)
+        yield "causal", Shape(spec, base.SELFTEST_BATCH, base.SELFTEST_LEN)
+        other = replace(spec, alibi_max_bias=8.0, sliding_window=64)
+        yield "ALiBi, window", Shape(other, base.SELFTEST_BATCH, base.SELFTEST_LEN)
+
+    def backends(self, shape: Shape, here: Platform) -> list[str]:
+        """On a GPU without the reference, which stores T x T scores in fp32."""
+        return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
+
+    def is_public(self, backend: str) -> bool:
+        return backend not in ("triton", "reference", "sdpa:cpu")
+
+    def sized(
+        self, head_dim: int = 128, seq_len: int = 4096, variant: str = "plain", dtype: str = "bfloat16",
+        tokens: int = base.TOKENS, heads: int | None = None, kv_heads: int | None = None, document: int = DOCUMENT,
+    ) -> Shape:  # fmt: skip
+        """heads: None: as many as make up about 2048 channels. document: tokens of one."""
+        if variant not in VARIANTS:
+            causal = [name for name in VARIANTS if not name.endswith("full")]
+            raise UserError(f"no attention variant '{variant}'; there is {', '.join(causal)}")
+        heads = heads or (16 if head_dim >= 128 else max(1, 2048 // head_dim))
+        spec = AttentionSpec(heads, kv_heads or heads, head_dim, head_dim**-0.5, dtype=dtype, **VARIANTS[variant])
+        options = (("document", document),) if document != DOCUMENT else ()
+        return Shape(spec, max(1, tokens // seq_len), seq_len, variant, options)
+
+    def of_model(self, spec: AttentionSpec, batch: int, seq_len: int, documents: bool) -> Shape:
+        return Shape(spec, batch, seq_len, variant_of(spec))
+
+    def refusal(self, shape: Shape) -> str | None:
+        spec = shape.spec
+        if spec.n_heads % spec.n_kv_heads:
+            return f"heads must be a multiple of kv_heads, and {spec.n_heads} is no multiple of {spec.n_kv_heads}"
+        if self.full(shape):
+            return "only causal attention is checked, so only that is tuned"
+        return super().refusal(shape)
+
+    def search(self, shape: Shape, device: str, where: Platform) -> Any:
+        from llmtrain.kernels.attention.search import AttentionSearch
+
+        return AttentionSearch(self, shape, device, where)
+
+    def full(self, shape: Shape) -> bool:
+        """True without causality."""
+        return shape.variant is not None and shape.variant.endswith("full")
+
+
+def _rows(spec: AttentionSpec, head: int, begin: int, qkv: Sequence[Tensor], ids: Tensor | None) -> Tensor:
+    """Output [Q, head_dim] of one head's queries from `begin` on; keys and values up to the last of them."""
+    q, k, v = qkv
+    i = torch.arange(begin, begin + len(q), device=q.device)[:, None]
+    j = torch.arange(len(k), device=q.device)[None, :]
+    score = spec.scale * (q @ k.T)
+    if spec.softcap is not None:
+        score = spec.softcap * torch.tanh(score / spec.softcap)
+    if spec.slopes is not None:
+        score = score - spec.slopes[head] * (i - j)
+    hidden = j > i
+    if spec.sliding_window is not None:
+        hidden = hidden | (i - j >= spec.sliding_window)
+    if ids is not None:
+        hidden = hidden | (ids[i] != ids[j])
+    return score.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def features(spec: AttentionSpec) -> str:
+    """Text of the features that a spec has beyond causality, such as `documents, window 1024`; `plain` for nothing."""
+    named = {"ALiBi": spec.alibi_max_bias, "softcap": spec.softcap, "window": spec.sliding_window}
+    found = ["documents"] * spec.documents
+    found += [name if name == "ALiBi" else f"{name} {value:g}" for name, value in named.items() if value is not None]
+    return ", ".join(found) or "plain"
+
+
+def variant_of(spec: AttentionSpec) -> str:
+    """Name of a spec's features, as the kernels ask for rows."""
+    named = {
+        "alibi": spec.alibi_max_bias is not None,
+        "documents": spec.documents,
+        "softcap": spec.softcap is not None,
+        "window": spec.sliding_window is not None,
+    }
+    return "+".join(name for name, has in named.items() if has) or "plain"
+
+
+OPERATION = Attention()

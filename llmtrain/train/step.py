@@ -1,0 +1,134 @@
+"""Forward and backward passes of one batch: the one place that a pipeline schedule, pairs of answers or rollouts replace.
+
+batch -> this rank's part -> microbatches -> losses, each weighted by its share of the labels of all ranks -> gradients, which FSDP2
+or CUDA graphs add up and reduce. Clipping, the decision to take the step, and the optimizer come after it (trainer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.loss import LossOutput
+from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.objectives.base import Batch, Objective, compute_loss
+from llmtrain.schema.training import Sharding
+from llmtrain.train.batches import microbatches
+from llmtrain.train.graphs.cuda_graphs import GraphedLoss
+
+Observer = Callable[[str, Batch, LossOutput | None], None]
+"""Called at each moment of a microbatch, by Composer's names of events: before_forward, without a loss yet, after_forward,
+before_loss, after_loss, before_backward, after_backward."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """losses: `total`, which was differentiated, and the objective's terms, of this rank's part of the batch; their means over the
+    ranks are those over all labels. Detached, on the model's device."""
+
+    losses: dict[str, Tensor]
+
+
+class GradientSync:
+    """Marks the last microbatch of a step for FSDP2, which would otherwise reduce gradients, and gather again, for each.
+
+    What is gathered at the peak of every microbatch anyway stays so until the last one: it takes no more memory. With
+    `strategy: grad_op`, or where gradients are reduced once a step, that is everything, else what no layer owns. Reductions that
+    a microbatch begins last, of the first layers and the embedding, go on beside the next one's forward pass.
+
+    sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
+    saved by reducing after every microbatch.
+    """
+
+    def __init__(self, model: CausalLM, sharding: Sharding):
+        assert isinstance(model, FSDPModule)
+        self.model = model
+        every_microbatch = sharding.sync_every_microbatch
+        if every_microbatch is None:
+            every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
+        self.every_microbatch = every_microbatch
+        self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
+
+    def mark(self, last: bool) -> None:
+        """Called before each microbatch's forward pass."""
+        if self.every_microbatch:
+            self.model.set_is_last_backward(last)
+        else:
+            self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last, recurse=self.all_stays)
+        if isinstance(head := self.model.hybrid.head, FSDPModule):
+            head.set_reshard_after_backward(last)
+
+
+class Step:
+    """The passes of this rank's part of each batch, in microbatches of `size` samples.
+
+    segments: this rank's, where ranks share sequences. graphs: while they may launch microbatches, of which all are alike to them,
+    none is marked for FSDP2; they hand their gradients over after the last one. group: of all ranks, for messages in host memory.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        objective: Objective,
+        size: int,
+        sync: GradientSync,
+        group: dist.ProcessGroup,
+        segments: ContextParallelRanks | None = None,
+        graphs: GraphedLoss | None = None,
+    ):
+        self.model, self.objective, self.size, self.sync, self.group = model, objective, size, sync, group
+        self.segments, self.graphs = segments, graphs
+
+    def forward_backward(self, batch: Batch, observe: Observer) -> StepResult:
+        """Add the gradients of a batch, the same for all ranks of a context- or tensor-parallel group, to those of the parameters.
+        Every rank calls it."""
+        parts = microbatches(batch, self.size, self.objective, self.segments, self.model.hybrid.ranks)
+        [labels] = summed(self.group, sum(part["n_labels"] for part in parts))
+        mean, marks = labels / dist.get_world_size(), self.graphs is None or not self.graphs.microbatches
+        losses: dict[str, Tensor] = {}
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            if marks:
+                self.sync.mark(last)
+            found = self._microbatch(to_device(part, self.model.device), part["n_labels"] / mean, observe)
+            if last and self.graphs is not None:
+                self.graphs.hand_over()
+            losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
+        return StepResult(losses)
+
+    def _microbatch(self, batch: Batch, weight: float, observe: Observer) -> dict[str, Tensor]:
+        """The weighted losses. Nothing keeps the autograd graph longer: its nodes remember the stream that they ran on, for which
+        a CUDA graph that is recorded meanwhile would have to wait."""
+        observe("before_forward", batch, None)
+        if self.graphs is None:
+            output = compute_loss(self.model, self.objective, batch, self.segments)
+        else:
+            output = self.graphs(batch)
+        for moment in ("after_forward", "before_loss", "after_loss", "before_backward"):
+            observe(moment, batch, output)
+        (output.loss * weight).backward()
+        losses = {"total": output.loss.detach(), **self.objective.terms(output)}
+        observe("after_backward", batch, None)
+        return {name: loss * weight for name, loss in losses.items()}
+
+
+def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on the device, to which the host does not wait for them to come."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
+    }
+
+
+def summed(group: dist.ProcessGroup, *numbers: int) -> list[int]:
+    """Numbers added up over the ranks of a group for messages in host memory."""
+    shared = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(shared, group=group)
+    return shared.tolist()

@@ -1,0 +1,101 @@
+"""The newest checkpoint of a store before a run starts: what is there and not good ends the start."""
+
+from __future__ import annotations
+
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.fetch import fetch_newest
+from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.checkpoint.stores.mounted import MountedStore
+from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.checkpoint.upload import upload
+from tests.support.http_server import HttpServer, ResettingHandler
+from tests.support.stores import flip, make_checkpoint
+
+
+def fetch(address: str, root: Path) -> list[str]:
+    said: list[str] = []
+    fetch_newest(address, root, launch=None, verify=True, notify=said.append)
+    return said
+
+
+@pytest.fixture
+def store(tmp_path) -> MountedStore:
+    """A store with the checkpoints of steps 2 and 4."""
+    store = MountedStore(tmp_path / "store")
+    for step in (2, 4):
+        upload(store, make_checkpoint(tmp_path / "made", step))
+    return store
+
+
+@pytest.mark.parametrize("damage", ["file", "manifest", "empty manifest", "missing file"])
+def test_damaged_checkpoints_alone_end_the_start(store, tmp_path, damage):
+    for folder in (tmp_path / "store").glob("step-*"):
+        name = "manifest.json" if "manifest" in damage else "__0_1.distcp"
+        if damage == "missing file":
+            (folder / name).unlink()
+        elif damage == "empty manifest":
+            (folder / name).write_text("")
+        else:
+            flip(folder / name)
+    with pytest.raises(
+        CheckpointError, match=r"none of its 2 checkpoint.*llmtrain checkpoint rm file://.* --before 5 --force"
+    ):
+        fetch(store.url, tmp_path / "here")
+    make_checkpoint(tmp_path / "here", 1)
+    assert (
+        len(fetch(store.url, tmp_path / "here")) >= 2
+    )  # this machine has a good one: theirs are named and passed over
+
+
+def test_an_older_good_one_is_taken_and_an_upload_that_was_cut_short_is_no_damage(store, tmp_path):
+    flip(tmp_path / "store" / "step-00000004" / "__0_1.distcp")
+    assert any("step-00000004" in text and "WARNING" in text for text in fetch(store.url, tmp_path / "here"))
+    assert (tmp_path / "here" / "step-00000002" / "manifest.json").is_file()
+    other = MountedStore(tmp_path / "other")
+    upload(other, make_checkpoint(tmp_path / "made", 6))
+    other.delete("step-00000006/manifest.json")
+    [warning] = fetch(other.url, tmp_path / "elsewhere")
+    assert "cut short" in warning
+
+
+ANSWERS = {
+    "HTML": b"<!doctype html><html><body>Sign in</body></html>",
+    "XHTML": b"<?xml version='1.0'?><html><body><p>Sign in</p></body></html>",
+    "empty": b"",
+    "another XML": b"<?xml version='1.0'?><Error><Code>x</Code></Error>",
+    "text": b"ok",
+}
+
+
+class Page(ResettingHandler):
+    def do_GET(self) -> None:
+        content = self.owner.content
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_HEAD = BaseHTTPRequestHandler.send_error
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_server_that_is_no_store_is_an_error(tmp_path, monkeypatch, answer):
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    with HttpServer(Page) as server:
+        server.content = ANSWERS[answer]  # type: ignore[attr-defined]
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        with pytest.raises(StoreError, match=r"checkpoint\.remote cannot be asked"):
+            fetch("s3://bucket/run", tmp_path / "here")
+
+
+def test_an_endpoint_that_is_none_is_named(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "localhost")
+    with pytest.raises(StoreError, match=r"S3_ENDPOINT_URL is localhost; expected http"):
+        open_store("s3://bucket/run")
