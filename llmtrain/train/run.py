@@ -88,14 +88,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-    set_weights(training, resumed)
+    beneath = set_weights(training, resumed)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""
         known = {"steps_per_epoch": len(loader), "total_steps": schedule.total}
         return max(length.steps(tokens_per_step=config.tokens_per_step, **known), 1)
 
-    checkpoints = Checkpoints(training, schedule, steps, world, resumed)
+    checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     stability = Stability(
