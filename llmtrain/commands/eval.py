@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.commands.arguments import output_path
-from llmtrain.commands.import_task import import_task
 from llmtrain.commands.processes import chosen_processes, joins_a_launcher
-from llmtrain.errors import print_error
+from llmtrain.errors import UserError, print_error
 from llmtrain.logs import log
 
 
@@ -54,8 +53,8 @@ def add_eval(commands) -> None:
         help="score models on in-context-learning tasks",
         description="Scores models on the tasks of a YAML, such as quick, on every GPU of this machine (without "
         "one, on the CPU). Interrupted, the same command continues; repeated, it only writes the results anew.",
-        epilog="`llmtrain eval import-task FILE` prints our YAML for a task file (or the name of a task) of "
-        "lm-evaluation-harness, and says what ours cannot express.",
+        epilog="Tasks of lm-evaluation-harness run as they are: --tasks lm_eval:NAME or the path of a task file, with "
+        "pip install 'llmtrain[lm-eval]'.",
     )
     add_eval_arguments(sub)
     sub.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, or one)")
@@ -131,7 +130,10 @@ def file_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]
 
 def run_eval(args: argparse.Namespace) -> int:
     if args.file == "import-task":
-        return import_task(args.overrides, args.lm_eval_folders or [])
+        raise UserError(
+            "eval import-task is no more: a task of lm-evaluation-harness runs as it is, also in a gauntlet, by "
+            f"--tasks {(args.overrides or ['FILE'])[0]} (a file's path, or lm_eval:NAME)"
+        )
     from llmtrain.eval.run_config import load_eval_run
 
     file, overrides = file_and_overrides(args)
@@ -150,20 +152,25 @@ def run_eval(args: argparse.Namespace) -> int:
 def _run(file: str | None, overrides: list[str]) -> int:
     from llmtrain.distributed.world import world_from_environment
     from llmtrain.eval.failures import failed_tasks
+    from llmtrain.eval.report.earlier import set_aside
     from llmtrain.eval.report.results import Report, write_results
     from llmtrain.eval.run_config import load_eval_run
-    from llmtrain.eval.runner import evaluate
+    from llmtrain.eval.runner import Done, evaluate
 
     run = load_eval_run(file, overrides)
-    settings, done = run.model_dump(mode="json"), []
+    settings, done = run.model_dump(mode="json"), Done()
     try:
         report = evaluate(run, done)
     except (ValueError, KeyboardInterrupt):
-        if done and world_from_environment().is_main:
-            write_results(Report(run.name, done), Path(run.out), settings=settings)
-            log.info(f"{run.out} has what was done: {len(done)} results")
+        if done.results and world_from_environment().is_main:
+            set_aside(Path(run.out), settings)
+            part = Report(run.name, done.results, groups=done.groups, failures=done.failures)
+            write_results(part, Path(run.out), settings=settings)
+            log.info(f"{run.out} has what was done: {len(done.results)} results")
         raise
     if world_from_environment().is_main:
+        if kept := set_aside(Path(run.out), settings):
+            log.info(f"{run.out} had the results of another evaluation, which are now in {kept}")
         written = write_results(report, Path(run.out), settings=settings)
         if run.wandb is not None:
             from llmtrain.eval.report.tracking import log_to_wandb

@@ -48,6 +48,9 @@ def add_generate(commands) -> None:
     sub.add_argument("--seed", type=int, default=0, metavar="N")
     sub.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts of --file at a time; default 32")
     sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
+    sub.add_argument(
+        "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
+    )
     sub.add_argument("--ema", action="store_true", help=EMA_HELP)
     sub.set_defaults(func=run_generate)
 
@@ -69,9 +72,11 @@ def run_generate(args: argparse.Namespace) -> int:
     )
     import torch
 
+    from llmtrain.data.tokenize.tokenizer import load_tokenizer
     from llmtrain.generate.load import load_model
 
-    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None, ema=args.ema)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema)
     if prompts is not None:
         _answer_file(loaded, prompts, args)
     elif args.prompt is not None:

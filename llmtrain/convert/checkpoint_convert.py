@@ -28,6 +28,7 @@ from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.export import SMALL_FILES, export, piece_counts
 from llmtrain.convert.lazy_checkpoint import write_tensors
 from llmtrain.convert.tensor_reader import TensorReader
+from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
 
@@ -58,8 +59,14 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
     if args.config and not foreign:
         raise UserError("--config has no effect: the checkpoint has its own config")
     if args.to == "llmtrain":
-        content = _open_composer(path, args.config) if foreign else _open_ours(source)
-        nbytes, files = write(content, out, shards=args.shards, progress=progress)
+
+        def convert(content: CheckpointContent) -> tuple[CheckpointContent, int, int]:
+            return content, *write(content, out, shards=args.shards, progress=progress)
+
+        if foreign or _is_format_1(source):
+            content, nbytes, files = convert(_open_composer(path, args.config) if foreign else _open_ours(source))
+        else:
+            content, nbytes, files = Repository(source).read(lambda folder, _: convert(_open_ours(str(folder))))
         what = "with its optimizer: a run can go on from it" if content.values else "weights alone: for init_from"
         return f"{content.place} -> {out}: format {manifests.FORMAT}, {format_bytes(nbytes)} in {files} file(s), {what}"
     if foreign or _is_format_1(source):
@@ -92,8 +99,13 @@ def write(content: CheckpointContent, out: Path, *, shards: int | None, progress
         for extra in content.extras:
             copy = shutil.copytree if extra.is_dir() else shutil.copyfile
             copy(extra, partial / extra.name)
+            if extra.name == stored_tokenizer.NAME:
+                files[extra.name] = {
+                    "bytes": extra.stat().st_size,
+                    "xxh3_128": manifests.hash_file(partial / extra.name),
+                }
         manifests.write(partial, Manifest(save_id=save_id, files=files, **content.about))
-    return sum(record["bytes"] for record in files.values()), len(files) - 1  # the index is one of them
+    return sum(record["bytes"] for record in files.values()), sum(name.endswith(".safetensors") for name in files)
 
 
 def _to_hf(source: str, out: Path, args: argparse.Namespace, progress: bool) -> str:
@@ -121,10 +133,12 @@ def _open_ours(source: str) -> CheckpointContent:
         folder, manifest = Repository(source).open()
         manifests.verify(folder, manifest)
         tensors = CheckpointTensors(folder, manifest)
+        if manifest.base is not None:
+            tensors.verify(tensors.names("model."))
         values = tensors.values
     entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
     about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}
-    extras = [folder / name for name in ("tokenizer", "model.yaml") if (folder / name).exists()]
+    extras = [folder / name for name in ("tokenizer", "model.yaml", stored_tokenizer.NAME) if (folder / name).exists()]
     return CheckpointContent(str(folder), tensors, {n: (e, [n]) for n, e in entries.items()}, values, about, extras)
 
 

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from llmtrain.distributed.world import World, initialize, world_from_environment
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.generation import read_generation
+from llmtrain.eval.lm_eval.generation import read_generation
 from llmtrain.eval.prompts.chat import ChatTemplate, chat_template
 from llmtrain.eval.prompts.encode import GenerationLimits, Prompt, encode
 from llmtrain.eval.prompts.lm_eval import ENCODING
@@ -40,11 +41,14 @@ from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, tokenizer_identity, window_of
 from llmtrain.eval.tasks.documents import Document, Question, Text
+from llmtrain.logs import log
 
 import_module("lm_eval.models")  # the harness leaves out its own models where there is another already
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _BACKENDS = ("auto", "llmtrain", "transformers")
+_DEFAULT_DEVICE = "cuda:0"
+"""The harness's `--device` where none is given."""
 
 
 class LlmtrainLM(LM):
@@ -101,6 +105,24 @@ class LlmtrainLM(LM):
             share_prefixes=share_prefixes,
             device=self._device,
         )
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> LlmtrainLM:
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> LlmtrainLM:
+        """Model from --model_args and the harness's own options, over which the arguments take precedence."""
+        options = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if options.get("device") == _DEFAULT_DEVICE and not torch.cuda.is_available():
+            del options["device"]  # also where nobody has written --device
+            if "device" not in arg_dict:
+                log.info(
+                    f"there is no GPU here for --device {_DEFAULT_DEVICE} (its default): the model runs on the CPU"
+                )
+        return cls(**{**options, **arg_dict})
 
     @staticmethod
     def _check_arguments(unknown: Mapping[str, Any], backend: str, dtype: str, numbers: Mapping[str, Any]) -> None:

@@ -22,8 +22,8 @@ from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.choices import ModelChoice, ModelOrModels, Models, Tasks, TemplateSetting
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.groups import Group, GroupRun, Leaf, leaves
-from llmtrain.eval.lm_eval_tasks.task import make_task
+from llmtrain.eval.lm_eval.groups import Group, GroupRun, Leaf, leaves
+from llmtrain.eval.lm_eval.task import make_task
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.chat import PromptStyle, chat_template
 from llmtrain.eval.report.gauntlet import Gauntlet, check_metric, load_gauntlet
@@ -182,10 +182,24 @@ def _task_problems(run: EvalRun) -> Iterator[Problem]:
             gauntlet = load_gauntlet(run.gauntlet)
             for group in gauntlet.categories.values():
                 for benchmark in group:
-                    task = _task(run, find_yaml(benchmark.task, "tasks"))
+                    task = _task(run, _of_gauntlet(names, benchmark.task))
                     check_metric(gauntlet, benchmark, task.metric, task.measured(run.pmi))
         except EvalError as error:
             yield Problem("gauntlet", None, str(error))
+
+
+def _of_gauntlet(names: TaskNames, text: str) -> Path | Leaf:
+    """One task by the name or path that a gauntlet has. Raises EvalError for a group."""
+    file = find_yaml(text, "tasks")
+    [found] = names.find(str(file)) if is_lm_eval_file(file) else [file]
+    if isinstance(found, Group):
+        raise EvalError(f"{file}: is a group; a gauntlet names its tasks, each with its baseline")
+    return found
+
+
+def gauntlet_task_name(run: EvalRun, text: str) -> str:
+    """Name in results of the task that a gauntlet names so."""
+    return _task(run, _of_gauntlet(TaskNames(run.lm_eval_folders), text)).name
 
 
 def _keeps_no_examples(task: Task, source: Path | Leaf) -> str | None:
@@ -250,8 +264,6 @@ def _task(run: EvalRun, source: Path | Leaf) -> Task:
         data_dir = None if run.data_dir is None else Path(run.data_dir).expanduser()
         code = [Path(folder).expanduser() for folder in run.allow_code]
         task = make_task(source.settings, source.file, data_dir=data_dir, allow_code=code)
-    elif is_lm_eval_file(source):  # of a gauntlet
-        raise EvalError(f"{source}: a gauntlet has tasks of ours; `llmtrain eval import-task {source}` translates it")
     else:
         task = load_task(source, run.convention, run.data_dir)
     if task.metric not in task.measured(run.pmi):
@@ -280,7 +292,7 @@ def task_runs(run: EvalRun, gauntlet: Gauntlet | None) -> list[TaskRun]:
     wanted: list[tuple[Sequence[Named], list[int] | None]] = [
         (names.find(choice.task), run.shots or choice.shots) for choice in run.tasks
     ]
-    wanted += [([find_yaml(name, "tasks")], [shots]) for name, shots in (gauntlet.benchmarks() if gauntlet else [])]
+    wanted += [([_of_gauntlet(names, name)], [shots]) for name, shots in (gauntlet.benchmarks() if gauntlet else [])]
     made: dict[tuple[str, int], TaskRun] = {}
     sources: dict[str, Path | Leaf] = {}
     for found, counts in wanted:

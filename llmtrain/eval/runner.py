@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +19,14 @@ from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.choices import ModelChoice
 from llmtrain.eval.errors import EvalError, TaskFailed
 from llmtrain.eval.failures import Failures, failed_tasks, failure_line
-from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import Responses, responses_in_order
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
 from llmtrain.eval.report.groups import GroupResult, group_lines, group_results
 from llmtrain.eval.report.response_store import ResponseStore, requests_digest
-from llmtrain.eval.report.results import Report, Result, skipped_note, truncation_note
-from llmtrain.eval.run_config import EvalRun, TaskRun, group_runs, task_runs
+from llmtrain.eval.report.results import Failure, Report, Result, skipped_note, truncation_note
+from llmtrain.eval.run_config import EvalRun, TaskRun, gauntlet_task_name, group_runs, task_runs
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import (
     FoundModel,
@@ -44,14 +44,24 @@ from llmtrain.logs import log
 from llmtrain.progress import CountBar
 
 
-def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
+@dataclass
+class Done:
+    """Part of an evaluation that is done, which a caller keeps where the rest is interrupted."""
+
+    results: list[Result] = field(default_factory=list)
+    groups: list[GroupResult] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def evaluate(run: EvalRun, done: Done | None = None) -> Report:
     """Evaluate every model on every task; rank 0 prints each result. Returns the same on every rank.
 
-    results: list to which each result is appended, so that the caller has those before an error. All documents and prompts are
-    checked before any model is loaded. A task that cannot be evaluated is told, and is among the report's failures; the others
-    go on. Raises UserError for a model that cannot be used, and if no task is left.
+    done: takes each result and failure, so that the caller has those before an error. All documents and prompts are checked before
+    any model is loaded. A task that cannot be evaluated is reported, and is among the report's failures; the others go on.
+    Raises UserError for a model that cannot be used, and if no task is left.
     """
-    results = [] if results is None else results
+    done = Done() if done is None else done
+    results, aggregated = done.results, done.groups
     world = world_from_environment()
     if world.size > 1:
         initialize()
@@ -63,12 +73,12 @@ def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
     documents = read_tasks(tasks, run, failures)
     _check(models, tasks, documents, failures)
     failures.agree(ranks)
+    done.failures = failures.listed()
     left = {model.title: [one for one in tasks if not failures.has(model.title, one.title)] for model in models}
     if not any(left.values()):
         raise failed_tasks(failures.listed())
     if world.is_main and (lines := [failure_line(one) for one in failures.listed()]):
         log.info("\n".join([*lines, "the other tasks are evaluated"]))
-    aggregated: list[GroupResult] = []
     total = sum(len(documents[one.task.name]) for some in left.values() for one in some)
     with (
         frozen_gc(),
@@ -85,8 +95,9 @@ def evaluate(run: EvalRun, results: list[Result] | None = None) -> Report:
                     results.append(model.run(task, prepared, bar.advance, prefetcher.step))
                 except TaskFailed as error:
                     failures.add(task.title, error, [model.title])
+                    done.failures = failures.listed()
                     if world.is_main:
-                        log.info(failure_line(failures.listed()[-1]))
+                        log.info(failure_line(done.failures[-1]))
                     continue
                 if world.is_main:
                     bar.print(summary_line(results[-1]))
@@ -147,7 +158,7 @@ def gauntlet_scores_of(gauntlet: Gauntlet, model: str, run: EvalRun, results: Se
     named = {
         (task, shots): found[key]
         for task, shots in gauntlet.benchmarks()
-        if (key := (load_task(task, run.convention, run.data_dir).name, shots)) in found
+        if (key := (gauntlet_task_name(run, task), shots)) in found
     }
     return gauntlet_scores(gauntlet, named)
 

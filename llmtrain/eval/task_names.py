@@ -12,9 +12,9 @@ from typing import NoReturn
 from llmtrain.config.report import nearest
 from llmtrain.config.shipped import eval_yamls
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks.groups import Group, Leaf, by_file, by_name
-from llmtrain.eval.lm_eval_tasks.index import TaskIndex, index_of
-from llmtrain.eval.lm_eval_tasks.yaml_file import parse
+from llmtrain.eval.lm_eval.groups import Group, Leaf, by_file, by_name
+from llmtrain.eval.lm_eval.index import TaskIndex, index_of
+from llmtrain.eval.lm_eval.yaml_file import parse, read_limited
 
 LM_EVAL = "lm_eval:"
 """Before a name: lm-evaluation-harness's task of that name, also where one of ours has it."""
@@ -111,7 +111,7 @@ class TaskNames:
 def is_lm_eval_file(path: Path) -> bool:
     """True for a task or group file of lm-evaluation-harness, by its keys. One that is no YAML is not."""
     try:
-        keys = parse(path.read_bytes(), path).keys()
+        keys = parse(read_limited(path), path).keys()
     except (OSError, EvalError):
         return False
     return bool(keys & _KEYS) and not keys & {"type", "source"}

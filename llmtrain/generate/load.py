@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from llmtrain.adapt.base import adapted
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.base import Section
 from llmtrain.config.decode import decode
+from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
@@ -18,6 +23,7 @@ from llmtrain.models.backends import servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.adapt import AdaptConfig
 
 
 def load_model(
@@ -51,13 +57,17 @@ def load_model(
             raise UserError(f"{folder} is no checkpoint of llmtrain, and has no moving average of the weights")
         model, own = load_hf(folder, here, dtype), folder
     else:
-        folder, manifest = Repository(source).open()
-        config = checkpoint_model_config(folder, manifest)
-        with torch.device("meta"):
-            model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
-        model.to_empty(device=device)
-        save_load.load(folder, model, ema=ema)
-        own = None if tokenizer else checkpoint_tokenizer_path(folder, manifest)
+
+        def read(folder: Path, manifest: Manifest) -> tuple[HybridLM, TextTokenizer]:
+            config, adapt = checkpoint_model_config(folder, manifest), checkpoint_adaptations(folder, manifest)
+            with torch.device("meta"):
+                model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
+                model = adapted(model, adapt)
+            model.to_empty(device=device)
+            save_load.load(folder, model, ema=ema)
+            return model, tokenizer or checkpoint_tokenizer(folder, manifest)
+
+        (model, tokenizer), own = Repository(source).read(read), None
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
@@ -66,30 +76,34 @@ def load_model(
 
 def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:
     """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
-    config, problems = decode(ModelConfig, manifest.config["model"])
+    return _decoded(ModelConfig, "model", folder, manifest)
+
+
+def checkpoint_adaptations(folder: Path, manifest: Manifest) -> AdaptConfig | None:
+    """The `adapt` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
+    return _decoded(AdaptConfig, "adapt", folder, manifest) if manifest.config.get("adapt") else None
+
+
+def _decoded(section: type[Section], name: str, folder: Path, manifest: Manifest) -> Any:
+    config, problems = decode(section, manifest.config[name])
     if problems:
-        unknown = "; ".join(f"model.{problem.path}: {problem.message}" for problem in problems)
+        unknown = "; ".join(f"{name}.{problem.path}: {problem.message}" for problem in problems)
         raise CheckpointError(f"{folder} holds a model of another version of llmtrain ({unknown})")
     return config
 
 
-def checkpoint_tokenizer_path(folder: Path, manifest: Manifest) -> str:
-    """Path of a checkpoint's tokenizer: in its own folder, or beside its run's shards. Raises UserError if there is none."""
+def checkpoint_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
+    """A checkpoint's tokenizer: the one it was trained with, which it holds; else, of an import or an earlier version of
+    llmtrain, in its own folder or beside its run's shards. Raises UserError if there is none."""
+    if stored_tokenizer.NAME in manifest.files:
+        manifests.verify(folder, manifest, names=[stored_tokenizer.NAME])
+        file = folder / stored_tokenizer.NAME
+        return stored_tokenizer.unpack(file.read_bytes(), file)
     if (folder / "tokenizer").is_dir():
-        return str(folder / "tokenizer")
-    return run_tokenizer_path(manifest.config["data"])
-
-
-def run_tokenizer_path(data: dict) -> str:
-    """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises UserError if there is none."""
-    prepare, train = data["prepare"], data["train"]
-    candidates = (
-        [prepare["out"], *(f"{prepare['out']}/{name}" for name in prepare.get("streams") or ())] if prepare else []
-    )
-    candidates += [stream["local"] for stream in train["streams"].values()] if train else []
-    for candidate in candidates:
-        if (Path(candidate) / "tokenizer").is_dir():
-            return str(Path(candidate) / "tokenizer")
-    if not candidates:
-        raise UserError("no tokenizer/ folder in it, and no shards that it was trained on")
-    raise UserError(f"no tokenizer/ folder beside the run's shards ({', '.join(candidates)})")
+        return load_tokenizer(folder / "tokenizer")
+    try:
+        return load_tokenizer(stored_tokenizer.run_tokenizer_path(manifest.config["data"]))
+    except stored_tokenizer.NoTokenizerError as error:
+        raise stored_tokenizer.NoTokenizerError(
+            f"{folder} has no tokenizer ({error}); name one with --tokenizer, or in an evaluation with `tokenizer` beside its path"
+        ) from None

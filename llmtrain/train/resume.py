@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.checkpoint.base import Checkpoint
 from llmtrain.checkpoint.format.manifest import CheckpointError
-from llmtrain.checkpoint.local import folders
+from llmtrain.checkpoint.local import LocalCheckpoint, folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.checksums import checksum
 from llmtrain.data.loader.mixture import allowed_change, unchanged_steps
 from llmtrain.data.shards.checks import data_fingerprint, stream_samples
 from llmtrain.data.shards.index import ShardError
+from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences
@@ -74,6 +77,7 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
         changed.append("data.order: mixtures were ordered otherwise in the version of llmtrain that began this run")
     elif began != config.data.order_name:
         changed.append(f"data.order: {began} -> {config.data.order_name}")
+    changed += _other_tokenizers(config, checkpoint)
     try:
         if manifest.data.get("fingerprint") != data_fingerprint(config.data):
             changed.append("data: the shards are not those the run was started on")
@@ -85,6 +89,30 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
             + "\n".join(f"  {line}" for line in changed)
             + "\nRestore these settings to continue it, choose another name or run_dir, or start anew with --fresh"
         )
+
+
+def tokenizer_files(config: Config, resumed: LocalCheckpoint | None) -> dict[str, bytes]:
+    """The run's tokenizer as a file of its checkpoints: that of the checkpoint it goes on from, else the one beside its shards;
+    none where there is neither. Raises TokenizerError for one that cannot be read."""
+    if resumed is not None and stored_tokenizer.NAME in resumed.require().files:
+        return {stored_tokenizer.NAME: (resumed.folder / stored_tokenizer.NAME).read_bytes()}
+    found = stored_tokenizer.run_tokenizers(config.data.model_dump(mode="json"))
+    return {stored_tokenizer.NAME: stored_tokenizer.pack(found[0])} if found else {}
+
+
+def _other_tokenizers(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
+    """Differences between the tokenizer of a checkpoint and those beside the shards."""
+    if not isinstance(checkpoint, LocalCheckpoint) or stored_tokenizer.NAME not in checkpoint.require().files:
+        return
+    file = checkpoint.folder / stored_tokenizer.NAME
+    content = file.read_bytes()
+    for folder in stored_tokenizer.run_tokenizers(config.data.model_dump(mode="json")):
+        if not stored_tokenizer.same_tokens(content, file, folder):
+            began, now = checksum(content)[:16], checksum(stored_tokenizer.pack(folder))[:16]
+            yield (
+                f"data: {folder} is another tokenizer ({now}) than the one that the run was started with ({file}, {began}): "
+                "prepare the data with that one again, or name the folder that it was in"
+            )
 
 
 def _without_later_phases(changed: list[str], config: Config, checkpoint: Checkpoint) -> list[str]:

@@ -19,7 +19,7 @@ from llmtrain.commands.check import summary
 from llmtrain.commands.checks import load_runnable
 from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
-from llmtrain.eval.lm_eval_tasks.index import index_of
+from llmtrain.eval.lm_eval.index import index_of
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run
 from llmtrain.eval.tasks.config import TaskConfig

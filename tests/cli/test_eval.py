@@ -99,6 +99,45 @@ def test_an_interrupted_run_continues(place, tmp_path, whole, monkeypatch, capsy
     assert scores(continued) == pytest.approx(scores(whole))
 
 
+def test_an_interrupted_run_keeps_what_was_done_and_what_failed(place, tmp_path, monkeypatch):
+    (place.folder / "bad.jsonl").write_text('{"query": "no choices"}\n')
+    (place.folder / "bad.yaml").write_text(
+        '{"name": "bad", "type": "multiple_choice", "source": {"path": "bad.jsonl"}}'
+    )
+    calls, loglikelihood = 0, HybridScorer.loglikelihood
+
+    def interrupted(self: HybridScorer, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return loglikelihood(self, *args, **options)
+
+    monkeypatch.setattr(HybridScorer, "loglikelihood", interrupted)
+    file = place.write({"tasks": [str(place.folder / "bad.yaml"), *place.tasks[1:3]]})
+    assert main(["eval", str(file), "--out", str(tmp_path)]) == 130
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert [one["task"] for one in content["results"]] == ["schema"]
+    assert [one["title"] for one in content["failed"]] == ["bad (0-shot)"]
+
+
+def test_results_of_other_settings_are_set_aside(place, tmp_path, capsys):
+    out = tmp_path / "out"
+    first = evaluate(place, out, tasks=place.tasks[1:2])
+    evaluate(place, out, tasks=place.tasks[1:2], share_prefixes=False)
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]  # the same evaluation
+    (tmp_path / "out-1").mkdir()
+    (tmp_path / "out-1" / "note").write_text("mine")
+    (out / "note").write_text("mine")
+    second = evaluate(place, out, tasks=place.tasks[2:3])
+    kept = tmp_path / "out-2"
+    assert f"{out} had the results of another evaluation, which are now in {kept}" in capsys.readouterr().err
+    assert json.loads((kept / "results.json").read_text())["results"][0]["value"] == first["results"][0]["value"]
+    assert [one["task"] for one in second["results"]] == ["cloze"]
+    assert (kept / first["results"][0]["documents_file"]).is_file() and not (kept / "note").exists()
+    assert (tmp_path / "out-1" / "note").read_text() == (out / "note").read_text() == "mine"
+
+
 def test_what_changes_the_answers_is_asked_anew(place, tmp_path):
     def asked(*arguments: object, **changes: Any) -> list[int]:
         tasks = place.tasks[1:3]

@@ -1,4 +1,4 @@
-"""`llmtrain eval` with files of lm-evaluation-harness: groups in results, refusals, and `import-task`."""
+"""`llmtrain eval` with files of lm-evaluation-harness: groups in results, refusals, and gauntlets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.eval.lm_eval_tasks import index
-from llmtrain.eval.native_task import load_task
+from llmtrain.eval.lm_eval import index
+from llmtrain.eval.report.document_scores import given_answer, read_lines
 from tests.support.evaluation import Place, records
 
 CLOZE = """
@@ -121,25 +121,36 @@ def test_check_reads_no_data(place, folder, capsys):
     assert "tasks.0" in (said := capsys.readouterr().err) and "did you mean pair" in said
 
 
-def test_import_task_prints_our_yaml(folder, capsys):
-    assert main(["eval", "import-task", str(folder / "one.yaml")]) == 0
-    (folder / "ours.yaml").write_text(capsys.readouterr().out)
-    task = load_task(folder / "ours.yaml", "lm-eval")
-    assert (task.name, len(task.documents())) == ("one", 6)
-    assert main(["eval", "import-task", "one", "--lm-eval-folder", str(folder)]) == 0
-    assert capsys.readouterr().out == (folder / "ours.yaml").read_text()
+def test_import_task_says_what_to_do_instead(capsys):
+    assert main(["eval", "import-task", "my.yaml"]) == 2
+    assert (
+        "a task of lm-evaluation-harness runs as it is, also in a gauntlet, by --tasks my.yaml"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "usage: llmtrain eval import-task FILE"),
-        (["code"], "task code of {folder}/code.yaml: a task of ours cannot say\n  process_docs: !function utils.docs"),
-        (["pair"], "pair stands for 2 tasks (one, two, ...); import one at a time"),
-        (["none"], "there is no task 'none': of lm-evaluation-harness's, did you mean one?"),
-        (["none.yaml"], "none.yaml: no such file"),
-    ],
-)
-def test_what_import_task_refuses(folder, arguments, said, capsys):
-    assert main(["eval", "import-task", *arguments, "--lm-eval-folder", str(folder)]) == 2
-    assert said.format(folder=folder) in capsys.readouterr().err
+def test_a_gauntlet_averages_tasks_of_the_harness(place, folder, capsys):
+    benchmark = {"task": str(folder / "one.yaml"), "shots": 1, "baseline": 0.0}
+    (folder / "gauntlet.yaml").write_text(json.dumps({"name": "g", "categories": {"all": [benchmark]}}))
+    file = place.write({"tasks": [], "gauntlet": str(folder / "gauntlet.yaml")})
+    assert main(["eval", str(file), "--out", str(folder / "out")]) == 0
+    content = json.loads((folder / "out/results.json").read_text())
+    [task] = content["results"]
+    assert content["gauntlet"]["tiny"]["averages"]["average"]["value"] == task["metrics"]["acc"]["value"]
+
+
+def test_reports_say_what_was_chosen(place, folder, capsys):
+    """Of multiple choice, `acc` is the likeliest choice, and the answer is that choice."""
+    rows = [{"q": "the fox", "c": ["jumps", "seven wizards make"], "g": number % 2} for number in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mc.yaml").write_text(
+        "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\ntask: mc\n"
+        "output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: c\ndoc_to_target: g\n"
+    )
+    assert main(["eval", "--tasks", str(folder / "mc.yaml"), f"model={place.model}", "--out", str(folder / "out")]) == 0
+    assert "- `acc`: the choice of the highest log-likelihood" in capsys.readouterr().out
+    [line, *_] = read_lines(folder / "out/documents/tiny/mc-0-shot.jsonl.gz")
+    likelihoods = line["log_likelihoods"]
+    assert line["chosen"]["acc"] == likelihoods.index(max(likelihoods))
+    assert given_answer(line, "acc") == rows[0]["c"][line["chosen"]["acc"]]
+    assert given_answer(line, "acc_norm") == rows[0]["c"][line["chosen"]["norm"]]

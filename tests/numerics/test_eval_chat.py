@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
-from llmtrain.eval.lm_eval_tasks.task import make_task
+from llmtrain.eval.lm_eval.task import make_task
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.chat import PromptStyle, chat_template, question_turns
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request
@@ -203,7 +203,8 @@ def test_files_of_the_harness(kind: str, tokenizer, harness, tmp_path):
     for prefix in PREFIXES[kind]:
         settings = TASKS[kind][1] | ({"gen_prefix": prefix} if prefix else {})
         config = oracle.local({"test": data}, tmp_path / "cache", test_split="test", fewshot_split="test", **settings)
-        task = make_task(config, tmp_path / "it.yaml")
+        files = {"data_files": config["dataset_kwargs"]["data_files"]}
+        task = make_task(config | {"dataset_kwargs": files}, tmp_path / "it.yaml")
         documents = task.documents()
         for shots, multiturn, system in STYLES[: 1 if kind == "text" else 3]:
             style = PromptStyle(chat_template(tokenizer, True), system, multiturn)

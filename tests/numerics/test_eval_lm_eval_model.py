@@ -276,6 +276,17 @@ def command(installed: Path, folder: Path, *arguments: object, launcher: tuple[s
     return json.loads(file.read_text())
 
 
+def test_the_harness_default_device_is_the_cpu_where_there_is_no_gpu(exported, monkeypatch):
+    """The harness gives its default, cuda:0, as if the user had; an argument of the model goes before its option."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = f"pretrained={exported},dtype=float32"
+    for arguments, options in ((text, {"device": "cuda:0"}), (f"{text},device=cpu", {"device": "cuda"}), (text, {})):
+        made = LlmtrainLM.create_from_arg_string(arguments, {**options, "batch_size": 1})
+        assert made._device.type == "cpu"
+    with pytest.raises(EvalError, match="--device cuda: there are 0 GPUs here"):
+        LlmtrainLM.create_from_arg_obj({"pretrained": str(exported)}, {"device": "cuda"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [("zamba", ZAMBA)], indirect=True, ids=["zamba"])
 def test_the_harness_own_command(checkpoint, exported, installed, tmp_path):

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
-from llmtrain.eval.lm_eval_tasks.task import LmEvalTask, make_task
-from llmtrain.eval.lm_eval_tasks.yaml_file import read_task_file
+from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
+from llmtrain.eval.lm_eval.yaml_file import read_task_file
 from llmtrain.eval.prompts.requests import (
     GeneratedText,
     GenerateUntilRequest,

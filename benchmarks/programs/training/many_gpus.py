@@ -202,7 +202,7 @@ def estimated(result: dict[str, Any]) -> float | None:
     """GiB of each GPU by `llmtrain describe`; None on a device that is not known."""
     from llmtrain.flops.peaks import find_device
     from llmtrain.plan.automatic import resolve_auto
-    from llmtrain.plan.describe import meta_model, parameter_sizes
+    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.memory import estimate_memory
     from llmtrain.schema.load import load_config
 
@@ -211,6 +211,6 @@ def estimated(result: dict[str, Any]) -> float | None:
         return None
     file = min((ROOT / "yamls").glob(f"*/{result['model']}.yaml"))  # bench/ before pretrain/
     config = load_config(file, result["key"]["settings"], world_size=gpus)
-    sizes = parameter_sizes(meta_model(config.model), float8=config.train.float8)
+    sizes = parameter_sizes(config)
     config = resolve_auto(config, sizes, gpus, gpus, device.memory_gb * 1e9).config
     return estimate_memory(config, sizes, gpus).total / 2**30

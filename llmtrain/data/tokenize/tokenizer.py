@@ -18,7 +18,7 @@ from llmtrain.models.hf.foreign_files import reason
 EOD = "<|endoftext|>"
 """End-of-document token of the tokenizers trained here."""
 
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 CHAT_TEMPLATE = "chat_template.jinja"
 FURTHER_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates that a model has besides, NAME.jinja."""
@@ -213,7 +213,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for name in reversed(_CONFIG_FILES):
+    for name in reversed(CONFIG_FILES):
         config |= _read_json(folder / name)
     return config
 

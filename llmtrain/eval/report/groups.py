@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from llmtrain.eval.lm_eval_tasks.groups import Group, GroupMetric, GroupRun, Leaf, Measured, aggregate
+from llmtrain.eval.lm_eval.groups import Group, GroupMetric, GroupRun, Leaf
 from llmtrain.eval.report.metrics import Estimate, Metrics
 
 
@@ -63,7 +63,7 @@ def _below(
 ) -> Iterator[GroupResult]:
     shots = run.tasks(group)
     results = {name: found[name, count] for name, count in shots.items() if (name, count) in found}
-    measured = {name: Measured(one.metrics.values, one.metrics.documents) for name, one in results.items()}
+    metrics: dict[str, GroupMetric] = {}
     counts = set(shots.values())
     children = tuple(
         f"{child.name} ({shots[child.name]}-shot)" if isinstance(child, Leaf) else child.name
@@ -71,7 +71,10 @@ def _below(
     )
     common = counts.pop() if len(counts) == 1 else None
     failed = tuple(f"{name} ({count}-shot)" for name, count in shots.items() if name not in results)
-    metrics = {} if failed else aggregate(group, measured)
+    if not failed:
+        from llmtrain.eval.lm_eval.scores import aggregate_group
+
+        metrics = aggregate_group(group, {name: one.metrics for name, one in results.items()})
     yield GroupResult(model, group.name, group.alias, parents, common, children, metrics, failed)
     for child in group.children.values():
         if isinstance(child, Group):

@@ -10,10 +10,10 @@ import torch
 from composer.utils import dist
 
 from llmtrain.data.partitions.baselines import read_baselines
+from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path, run_tokenizers
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.generate.decoding import decode
-from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.generate.sampling import Sampling
 from llmtrain.logs import run_log
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
@@ -91,9 +91,10 @@ def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[
     ranks = f" --world-size {processes}" if processes > 1 else ""
     run_log.info(f"  {command} describe{ranks} {quoted(arguments)}")
     run = shlex.quote(str(config.run_dir))
-    run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}")
+    tokenizer = "" if run_tokenizers(config.data.model_dump(mode="json")) else " --tokenizer TOKENIZER"
+    run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}{tokenizer}")
     try:
         architecture = family_for_model(config.model).architecture
     except UnsupportedModelError:
         return
-    run_log.info(f"  {command} export {run} exported/{config.name}   # {architecture} of transformers")
+    run_log.info(f"  {command} export {run} exported/{config.name}{tokenizer}   # {architecture} of transformers")

@@ -19,8 +19,8 @@ from llmtrain.data.prepare_streams import DATA_YAML, hold_out, prepare_all, prep
 from llmtrain.data.shards.checks import check_streams
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.data.tokenize.end_of_document import check_documents
+from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
 from llmtrain.data.tokenize.tokenizer import train_bpe
-from llmtrain.generate.load import run_tokenizer_path
 from llmtrain.schema.data import DataConfig, PrepareConfig
 from tests.support.prepared import digests, documents
 from tests.unit.data.conftest import some_text

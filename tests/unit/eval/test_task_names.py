@@ -11,7 +11,8 @@ from llmtrain.config.report import ConfigError
 from llmtrain.config.shipped import eval_yamls
 from llmtrain.eval import task_names
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval_tasks import index
+from llmtrain.eval.lm_eval import index, settings
+from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import EvalRun, group_runs, load_eval_run, task_runs
 from llmtrain.eval.task_names import TaskNames
 from tests.support.task_files import write_files
@@ -116,9 +117,9 @@ def test_without_a_harness_its_names_are_said_to_need_one(folder):
 # --- in a run ---
 
 
-def run(folder: Path, *tasks: object, **settings: object) -> EvalRun:
+def run(folder: Path, *tasks: object, **changes: object) -> EvalRun:
     file = folder.parent / "eval.yaml"
-    file.write_text(json.dumps({"tasks": tasks, "lm_eval_folders": [str(folder)], **settings}))
+    file.write_text(json.dumps({"tasks": tasks, "lm_eval_folders": [str(folder)], **changes}))
     return load_eval_run(file, needs_models=False)
 
 
@@ -181,9 +182,23 @@ def test_a_folder_that_is_not_there(folder):
     assert found == [("lm_eval_folders", "no such folder"), ("allow_code", "is a file; name its folder")]
 
 
-def test_a_gauntlet_has_tasks_of_ours(folder):
-    benchmark = {"task": str(folder / "quiz_a.yaml"), "shots": 0, "baseline": 0.25}
-    gauntlet = folder / "gauntlet.yaml"
-    gauntlet.write_text(json.dumps({"name": "g", "categories": {"all": [benchmark]}}))
-    [(path, message)] = problems(folder, gauntlet=str(gauntlet))
-    assert path == "gauntlet" and f"`llmtrain eval import-task {folder / 'quiz_a.yaml'}` translates it" in message
+def test_a_gauntlet_names_tasks_of_the_harness_but_no_groups(folder):
+    def gauntlet(task: str) -> str:
+        benchmark = {"task": str(folder / task), "shots": 1, "baseline": 0.25}
+        file = folder / "gauntlet.yaml"
+        file.write_text(json.dumps({"name": "g", "categories": {"all": [benchmark]}}))
+        return str(file)
+
+    file = gauntlet("quiz_a.yaml")
+    found = task_runs(run(folder, gauntlet=file), load_gauntlet(file))
+    assert [one.title for one in found] == ["quiz_a (1-shot)"]
+    [(path, message)] = problems(folder, gauntlet=gauntlet("all.yaml"))
+    assert path == "gauntlet" and "is a group; a gauntlet names its tasks" in message
+    [(_, message)] = problems(folder, gauntlet=gauntlet("code.yaml"))
+    assert "process_docs is code" in message
+
+
+def test_without_lm_eval_its_tasks_are_refused_and_the_extra_named(folder, monkeypatch):
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    [(path, message)] = problems(folder, "quiz_a")
+    assert path == "tasks.0" and "not installed: pip install 'llmtrain[lm-eval]'" in message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.eval.lm_eval_tasks.groups import Aggregate, Group, GroupRun, Leaf
+from llmtrain.eval.lm_eval.groups import Aggregate, Group, GroupRun, Leaf
 from llmtrain.eval.report.groups import group_lines, group_results
 from llmtrain.eval.report.metrics import Estimate, Metrics
 from llmtrain.eval.report.results import Failure, Report, Result, as_json, as_markdown, long_rows

@@ -1,0 +1,90 @@
+"""The tokenizer of a run: beside its shards, and in its checkpoints as one file, whose hash the manifest lists."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
+from llmtrain.errors import UserError
+
+NAME = "tokenizer.files.json"
+"""The file in a checkpoint: {file of the tokenizer's folder: its text}."""
+
+
+class NoTokenizerError(UserError):
+    """There is no tokenizer where one may lie."""
+
+
+def pack(folder: Path) -> bytes:
+    """The files of a tokenizer's folder that `load_tokenizer` reads. Raises TokenizerError for one that cannot be read."""
+    files = {}
+    for pattern in ("tokenizer.json", *CONFIG_FILES, *COMPANIONS):
+        for file in sorted(folder.glob(pattern)):
+            try:
+                files[str(file.relative_to(folder))] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{file} cannot be read: {error}") from None
+    return json.dumps(files, indent=0, sort_keys=True).encode()
+
+
+def unpack(content: bytes, place: Path) -> TextTokenizer:
+    """The tokenizer of packed files. place: of the packed file, for messages. Raises TokenizerError."""
+    with tempfile.TemporaryDirectory() as copies:
+        for name, text in _files(content, place).items():
+            file = Path(copies, name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        try:
+            return replace(load_tokenizer(copies), folder=place.parent)
+        except TokenizerError as error:
+            raise TokenizerError(str(error).replace(copies, str(place))) from None
+
+
+def same_tokens(content: bytes, place: Path, folder: Path) -> bool:
+    """True if the packed tokenizer and that of a folder make the same tokens of a text: their tokenizer.json is the same, and so
+    are the special tokens that their tokenizer_config.json names. Raises TokenizerError."""
+    return _meaning(_files(content, place)) == _meaning(_files(pack(folder), folder))
+
+
+def _meaning(files: dict[str, str]) -> tuple[object, ...]:
+    try:
+        configs = [json.loads(files.get(name, "{}")) for name in CONFIG_FILES]
+        special = [{name: value for name, value in config.items() if name.endswith("_token")} for config in configs]
+        return json.loads(files.get("tokenizer.json", "null")), special
+    except (ValueError, AttributeError):
+        return tuple(files.items())
+
+
+def _files(content: bytes, place: Path) -> dict[str, str]:
+    try:
+        files = json.loads(content)
+        assert all(isinstance(text, str) and ".." not in Path(name).parts for name, text in files.items())
+        assert not any(Path(name).is_absolute() for name in files)
+    except (ValueError, AttributeError, AssertionError):
+        raise TokenizerError(f"{place} holds no tokenizer") from None
+    return files
+
+
+def run_tokenizer_path(data: dict) -> str:
+    """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises NoTokenizerError if there is none."""
+    if found := run_tokenizers(data):
+        return str(found[0])
+    if not (places := _places(data)):
+        raise NoTokenizerError("no tokenizer/ folder in it, and no shards that it was trained on")
+    raise NoTokenizerError(f"no tokenizer/ folder beside the run's shards ({', '.join(places)})")
+
+
+def run_tokenizers(data: dict) -> list[Path]:
+    """Folders of the tokenizers beside a run's shards, of those streams that have one."""
+    return [path for place in _places(data) if (path := Path(place) / "tokenizer").is_dir()]
+
+
+def _places(data: dict) -> list[str]:
+    prepare, train = data["prepare"], data["train"]
+    candidates = (
+        [prepare["out"], *(f"{prepare['out']}/{name}" for name in prepare.get("streams") or ())] if prepare else []
+    )
+    return candidates + ([stream["local"] for stream in train["streams"].values()] if train else [])

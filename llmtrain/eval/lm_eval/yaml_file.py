@@ -1,0 +1,184 @@
+"""Task and group files of lm-evaluation-harness, with their includes merged. Nothing is imported for `!function`.
+
+Values are those that lm-evaluation-harness reads: YAML 1.1, in which `no` is false and 1e-4 is a text. The limits are the
+house's (config/yaml_text.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmtrain.config.regular_file import open_regular
+from llmtrain.config.report import type_name
+from llmtrain.config.yaml_text import MAX_DEPTH, MAX_TEXT, MAX_VALUES, syntax
+from llmtrain.eval.errors import EvalError
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reference to Python code: what `!function utils.process_docs` stands for.
+
+    file: the .py file it would come from, beside the YAML that writes it.
+    """
+
+    reference: str
+    file: Path
+
+    def __str__(self) -> str:
+        return f"{self.reference} of {self.file}"
+
+
+def read_task_file(path: str | Path) -> dict[str, Any]:
+    """Settings of a file; those of its `include` files, in their order, come first, and its own replace them.
+
+    Raises EvalError with file and line for text that is no YAML mapping, and for includes that are missing or circular.
+    """
+    return _read(Path(path).expanduser().absolute(), ())
+
+
+def included_names(value: Any, file: str | Path) -> list[str]:
+    """Paths, as written, that the value of `include` names. Raises EvalError for anything else."""
+    names = value if isinstance(value, list) else [value]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise EvalError(f"{file}: include: expected a path or a list of paths, found {type_name(name)}")
+    return names
+
+
+def _read(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+    where = including[-1] if including else None
+    path = path.resolve()
+    if path in including:
+        chain = " -> ".join(str(file) for file in (*including[including.index(path) :], path))
+        raise EvalError(f"{where}: include: goes round in a circle: {chain}")
+    settings = _mapping(path, where)
+    merged: dict[str, Any] = {}
+    for name in included_names(settings.pop("include"), path) if "include" in settings else ():
+        inherited = _read(path.parent / name, (*including, path))
+        inherited.pop("task_list", None)
+        merged |= inherited
+    return merged | settings
+
+
+def _mapping(path: Path, included_by: Path | None) -> dict[str, Any]:
+    try:
+        return dict(parse(read_limited(path), path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, EvalError):
+            raise
+        lead = f"{included_by}: include: " if included_by else ""
+        reason = getattr(error, "strerror", None) or error
+        raise EvalError(f"{lead}{path}: {'no such file' if isinstance(error, FileNotFoundError) else reason}") from None
+
+
+def read_limited(path: Path) -> bytes:
+    """Content of a file, no more of it than `parse` takes and one byte. Raises OSError, also for a pipe or a device."""
+    with open_regular(path) as file:
+        return file.read(_MOST_BYTES + 1)
+
+
+_MOST_BYTES = 4 * MAX_TEXT
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """The mapping of one file, includes as written. Raises EvalError with file and line."""
+    if len(data) > _MOST_BYTES:
+        raise EvalError(f"{path}: is too long; at most {_MOST_BYTES} bytes are allowed")
+    loader = _loader_class()(data)
+    try:
+        loader.folder = path.parent
+        _check_depth(data)
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise EvalError(
+                f"{path}: {'is not a mapping of settings' if node else 'is empty'}; it needs task, or group"
+            )
+        _check_extent(node)
+        made = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise EvalError(f"{path}: {syntax(error)}") from None
+    except yaml.reader.ReaderError as error:
+        raise EvalError(f"{path}: is no text that YAML allows, at byte {error.position}: {error.reason}") from None
+    except ValueError as error:  # what a constructor cannot convert: a date 2024-02-31, an integer of 5000 digits
+        raise EvalError(f"{path}: has a value that YAML cannot read: {error}") from None
+    finally:
+        loader.dispose()
+    for key in made:
+        if not isinstance(key, str):
+            raise EvalError(f"{path}: a key must be a name, found {key!r}; put it in quotes")
+    return made
+
+
+def _check_depth(data: bytes) -> None:
+    """Refuse nesting that would exhaust libyaml's stack, which has no limit of its own."""
+    if sum(map(data.count, (b"[", b"{", b":", b"-", b"?"))) < 1000:  # each level has one of these
+        return
+    depth = 0
+    for event in yaml.parse(data, Loader=_loader_class()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, _TOO_DEEP, event.start_mark)
+
+
+_TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists inside one another"
+
+
+def _check_extent(root: yaml.Node) -> None:
+    """Refuse what would exhaust time or memory when its aliases are constructed, and aliases inside of themselves."""
+    extents: dict[int, tuple[int, int]] = {}  # id of a node -> (values in it with aliases expanded, depth)
+    inside: set[int] = set()
+
+    def visit(node: Any, depth: int) -> tuple[int, int]:
+        if id(node) in inside:
+            raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", node.start_mark)
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, _TOO_DEEP, node.start_mark)
+        if id(node) not in extents:
+            inside.add(id(node))
+            values, below = 1, 0
+            for child in _children(node):
+                count, deep = visit(child, depth + 1)
+                values, below = values + count, max(below, deep)
+            inside.discard(id(node))
+            extents[id(node)] = (values, below + 1)
+        return extents[id(node)]
+
+    values, deepest = visit(root, 0)
+    if values > MAX_VALUES or deepest > MAX_DEPTH + 1:
+        problem = f"more than {MAX_VALUES} values or {MAX_DEPTH} levels, aliases (*) included"
+        raise yaml.MarkedYAMLError(None, None, problem, root.start_mark)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [one for pair in node.value for one in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+@cache
+def _loader_class() -> Any:
+    """The loader of plain data with `!function`; libyaml's where PyYAML has it, which is ten times as fast."""
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):
+        folder: Path
+
+        def function(self, node: Any) -> Function:
+            reference = self.construct_scalar(node)
+            module = reference.rpartition(".")[0]
+            if not module:
+                problem = f"!function needs module.name, found '{reference}'"
+                raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+            up = re.match(r"(?:\.{1,2}/)*", module)
+            folders = up[0] if up else ""  # ../utils.f: the dots before a slash are no dots between modules
+            return Function(reference, self.folder / f"{folders}{module[len(folders) :].replace('.', '/')}.py")
+
+    Loader.add_constructor("!function", Loader.function)
+    return Loader

@@ -1,0 +1,39 @@
+"""Results of an earlier evaluation in a folder that another one is to be written to. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llmtrain.eval.report.results import DOCUMENTS
+
+_FILES = ("results.md", "results.csv", "results_long.csv", "results.png", DOCUMENTS, "results.json")
+_SAME = {"out", "cache", "wandb", "max_batch_tokens", "share_prefixes"}
+"""Settings on which no result depends."""
+
+
+def set_aside(out: Path, settings: Mapping[str, Any]) -> Path | None:
+    """Move the results in `out` to a new folder beside it (out-1, out-2, ...), if they are those of other settings.
+
+    Stored answers stay. Returns the new folder; None where there are no such results.
+    """
+    try:
+        before = json.loads((out / "results.json").read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(before, dict) or _of_results(before, settings) == _of_results(settings, settings):
+        return None
+    kept = next(one for number in count(1) if not (one := out.with_name(f"{out.name}-{number}")).exists())
+    kept.mkdir()
+    for name in _FILES:
+        if (out / name).exists():
+            (out / name).rename(kept / name)
+    return kept
+
+
+def _of_results(one: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on which results depend, as JSON; of those that a former llmtrain had, the ones that there are still."""
+    return {key: json.loads(json.dumps(one[key])) for key in known.keys() & one.keys() - _SAME}

@@ -1,0 +1,136 @@
+"""Task files that would not end, or that reach further than their data: each is bounded, and says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.eval.errors import EvalError
+from llmtrain.eval.lm_eval import task as tasks
+from llmtrain.eval.lm_eval import templates
+from llmtrain.eval.lm_eval.groups import by_name
+from llmtrain.eval.lm_eval.index import TaskIndex
+from llmtrain.eval.lm_eval.limits import time_limit
+from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
+from llmtrain.eval.lm_eval.yaml_file import read_task_file
+from llmtrain.eval.prompts.requests import GeneratedText
+from llmtrain.eval.task_names import TaskNames
+from tests.support.icl import byte_level
+from tests.support.task_files import write_files
+from tests.unit.eval.harness.test_task import CHOICES, ROWS, TEXT, task, write
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+BACKTRACKING = "(a+)+$"
+
+
+@pytest.fixture
+def brief(monkeypatch) -> None:
+    """Limits of a fraction of a second."""
+    for module in (tasks, templates):
+        monkeypatch.setattr(module, "DOCUMENT_SECONDS", 0.2)
+    monkeypatch.setattr(tasks, "_FILTER_SECONDS", 0.2)
+
+
+def test_a_loop_of_a_template_ends(tmp_path, brief):
+    made = task(tmp_path, doc_to_text="{{question}}{% if question == 'is 3 odd?' %}" + LOOP + "{% endif %}")
+    documents = made.documents()
+    with pytest.raises(
+        EvalError, match=r"\[test\]:4: its prompt took longer than 0.2 s; a loop or a regular expression"
+    ):
+        made.requests(documents, byte_level(), 0)
+
+
+def test_a_loop_in_the_first_document_ends(tmp_path, brief):
+    with pytest.raises(EvalError, match=r"task it: a template took longer than 0\.2 s"):
+        task(tmp_path, doc_to_text=LOOP).documents()
+
+
+def test_a_regular_expression_of_a_template_ends(tmp_path, brief):
+    template = "{{ (question ~ 'a' * 40 ~ '!') | regex_replace('" + BACKTRACKING + "', '') }}"
+    with pytest.raises(EvalError, match=r"took longer than 0\.2 s"):
+        task(tmp_path, doc_to_text=template).documents()
+
+
+def test_a_regular_expression_of_a_filter_ends(tmp_path, brief):
+    chain = [{"function": "regex", "regex_pattern": BACKTRACKING}, {"function": "take_first"}]
+    made = task(tmp_path, TEXT, filter_list=[{"name": "x", "filter": chain}])
+    documents = made.documents()
+    requests = made.requests(documents, byte_level(), 0)
+    with pytest.raises(EvalError, match="task it: filter_list: a filter took longer than "):
+        made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")] * len(requests))
+
+
+def test_a_timer_that_runs_already_goes_on():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *given: rung.append(given))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(EvalError, match=re.escape("this took longer than 0.05 s")), time_limit(0.05, "this"):
+            time.sleep(5)
+        assert not rung
+        time.sleep(0.3)
+        assert len(rung) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("include", ["pipe", "/dev/zero"])
+def test_a_pipe_or_a_device_is_no_file_to_include(tmp_path, include):
+    os.mkfifo(tmp_path / "pipe")
+    write_files(tmp_path, {"a.yaml": f"include: {include}\ntask: a\n", "b.yaml": "task: b\n"})
+    with pytest.raises(EvalError, match="not a regular file"):
+        read_task_file(tmp_path / "a.yaml")
+    index = TaskIndex([tmp_path])
+    assert list(index.entries) == ["b"] and "not a regular file" in str(index.unreadable)
+    with pytest.raises(EvalError, match="not a regular file"):
+        TaskNames().find(str(tmp_path / "a.yaml"))
+
+
+def code(folder: Path, text: str, key: str, reference: str, allow: Path, **changes: Any) -> LmEvalTask:
+    """Task of a file in FOLDER/deep that names code."""
+    lines = [
+        f"{name}: {json.dumps(value)}\n"
+        for name, value in (CHOICES | changes).items()
+        if name != key and value is not None
+    ]
+    write_files(folder, {"utils.py": text, "deep/it.yaml": "".join(lines) + f"{key}: !function {reference}\n"})
+    write(folder / "some/data/small/test.jsonl")
+    [leaf] = by_name("it", TaskIndex([folder]))
+    return make_task(leaf.settings, leaf.file, data_dir=folder, allow_code=[allow])  # type: ignore[union-attr]
+
+
+def test_a_function_of_another_folder_is_found_and_allowed_by_that_folder(tmp_path):
+    text = "def asked(record):\n    return 'Is it? ' + record['question']\n"
+    made = code(tmp_path, text, "doc_to_text", "../utils.asked", tmp_path)
+    assert made.documents().evaluated[0].text == "Is it? is 0 odd? no"
+    with pytest.raises(EvalError, match=re.escape(f"--allow-code {tmp_path} runs it")):
+        code(tmp_path, text, "doc_to_text", "../utils.asked", tmp_path / "deep")
+
+
+def test_the_number_of_a_choice_may_be_numpys(tmp_path):
+    text = "import numpy as np\ndef right(record):\n    return np.int32(record['label'])\n"
+    made = code(tmp_path, text, "doc_to_target", "../utils.right", tmp_path)
+    documents = made.documents()
+    requests = made.requests(documents, byte_level(), 2)
+    assert len(requests) == 2 * len(ROWS) and documents.evaluated[1].text == "Q: is 1 odd?\nA: yes"
+
+
+def test_code_that_shuffles_does_so_as_at_the_begin_of_the_harness(tmp_path, monkeypatch):
+    """Its evaluator sets the seed of `random` to 0 before it loads tasks. The state of our process stays as it was."""
+    import random
+
+    text = "import random\ndef mixed(rows):\n    order = list(range(len(rows)))\n    random.shuffle(order)\n"
+    made = code(tmp_path, text + "    return rows.select(order)\n", "process_docs", "../utils.mixed", tmp_path)
+    random.seed(77)
+    found = [one.record["question"] for one in made.documents().evaluated]
+    after = random.random()
+    expected, generator = [row["question"] for row in ROWS], random.Random(0)
+    generator.shuffle(expected)
+    assert found == expected and after == random.Random(77).random()
