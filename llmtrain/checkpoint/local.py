@@ -16,6 +16,7 @@ from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest, sync_folder
+from llmtrain.config.held_folder import require_in_place
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written."""
@@ -142,7 +143,8 @@ def is_own(folder: Path) -> bool:
 
 def clear(folder: Path, make: bool = False) -> None:
     """Delete a folder that is no checkpoint (any more), if it exists; what is not ours and has its name is renamed instead.
-    make: make it anew."""
+    make: make it anew. Raises OSError, also for the folder of a run that was moved (see config.held_folder)."""
+    require_in_place(folder)
     if is_own(folder):
         shutil.rmtree(folder)
     elif os.path.lexists(folder):

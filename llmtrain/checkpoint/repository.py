@@ -19,6 +19,9 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.logs import log
 
 Warn = Callable[[str], None]
+T = TypeVar("T")
+_READS = 5
+"""Attempts to read a checkpoint before it is deleted."""
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
 
@@ -103,6 +106,21 @@ class Repository:
         """(local folder, manifest) of what `find` finds; a checkpoint in a store is copied to this machine first."""
         checkpoint = self.find()
         return checkpoint.fetch(), checkpoint.require()
+
+    def read(self, read: Callable[[Path, Manifest], T]) -> T:
+        """`read(*self.open())`. Where the run deletes that checkpoint meanwhile, as it does once it has newer ones, the same with
+        the newest one then."""
+        for _ in range(_READS):
+            folder, manifest = self.open()
+            try:
+                return read(folder, manifest)
+            except Exception as error:  # whatever a library makes of a file that is gone
+                if folder == self._place or (folder / manifests.NAME).exists():
+                    raise
+                log.info(
+                    f"{folder} was deleted by its run while it was read ({type(error).__name__}): reading the newest one"
+                )
+        return read(*self.open())
 
     def prune(self, retention: Retention, awaited: AbstractSet[int] = frozenset()) -> None:
         """Delete the checkpoints that need not be retained, and what is not whole and older than these.

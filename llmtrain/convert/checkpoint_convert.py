@@ -59,8 +59,14 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
     if args.config and not foreign:
         raise UserError("--config has no effect: the checkpoint has its own config")
     if args.to == "llmtrain":
-        content = _open_composer(path, args.config) if foreign else _open_ours(source)
-        nbytes, files = write(content, out, shards=args.shards, progress=progress)
+
+        def convert(content: CheckpointContent) -> tuple[CheckpointContent, int, int]:
+            return content, *write(content, out, shards=args.shards, progress=progress)
+
+        if foreign or _is_format_1(source):
+            content, nbytes, files = convert(_open_composer(path, args.config) if foreign else _open_ours(source))
+        else:
+            content, nbytes, files = Repository(source).read(lambda folder, _: convert(_open_ours(str(folder))))
         what = "with its optimizer: a run can go on from it" if content.values else "weights alone: for init_from"
         return f"{content.place} -> {out}: format {manifests.FORMAT}, {format_bytes(nbytes)} in {files} file(s), {what}"
     if foreign or _is_format_1(source):
@@ -127,6 +133,8 @@ def _open_ours(source: str) -> CheckpointContent:
         folder, manifest = Repository(source).open()
         manifests.verify(folder, manifest)
         tensors = CheckpointTensors(folder, manifest)
+        if manifest.base is not None:
+            tensors.verify(tensors.names("model."))
         values = tensors.values
     entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
     about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}

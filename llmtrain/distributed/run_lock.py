@@ -25,8 +25,10 @@ from typing import Literal
 
 from filelock import FileLock
 
+from llmtrain.config.held_folder import moved_text
 from llmtrain.distributed.processes import boot_id, pid_namespace, start_time
 from llmtrain.errors import RunError, UserError
+from llmtrain.logs import log
 
 NAME = "lock.json"
 _RENEWAL_SECONDS = 5.0
@@ -135,12 +137,16 @@ class RunLock:
         self.release()
 
     def _renew(self) -> None:
+        warned = False
         while not self._released.wait(_RENEWAL_SECONDS):
             with contextlib.suppress(OSError):
                 current = Holder.parse(self.path.read_bytes())
                 if current and current.launch != self.holder.launch and not self._released.is_set():
                     _end_for(current, self.folder)
                 os.utime(self.path)
+            if not warned and not self.folder.is_dir() and not self._released.is_set():
+                warned = True
+                log.warning(f"WARNING: {moved_text(self.folder, self.descriptor)}")
 
 
 _held: list[RunLock] = []

@@ -250,8 +250,8 @@ def element_size(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-NAMES = ("attention", "rotary", "norm", "ssd", "gated_delta", "conv1d", "gated_norm", "mamba_mixer")
-"""Folders of operations, in the order in which they are shown."""
+NAMES = tuple(name for name in registry.OPERATIONS if not name.endswith("_step"))
+"""Folders of operations, in the order of the registry; those on one new token have no folder of their own."""
 
 
 @functools.cache

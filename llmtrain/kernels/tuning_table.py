@@ -184,15 +184,11 @@ def _read(file: Path) -> Any:
     """The content of a YAML file. Raises UserError of one line, with the place of what is no YAML or beyond the limits above."""
     import yaml
 
-    from llmtrain.config.regular_file import open_regular
     from llmtrain.config.yaml_text import syntax
 
     encoded, loader = b"", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        with open_regular(file) as opened:
-            encoded = opened.read(MAX_BYTES + 1)
-        if len(encoded) > MAX_BYTES:
-            raise ValueError(f"longer than {MAX_BYTES:,} bytes")
+        encoded = read_bounded(file)
         _check_extent(yaml.parse(encoded.decode(), Loader=loader))
         return yaml.load(encoded.decode(), Loader=loader)
     except yaml.MarkedYAMLError as error:
@@ -203,6 +199,18 @@ def _read(file: Path) -> Any:
     except (OSError, ValueError) as error:  # a ValueError: bytes that are not UTF-8, or a date that is none
         reason = str(error)
     raise UserError(f"cannot read the tuning table {file}: {reason}")
+
+
+def read_bounded(file: Path) -> bytes:
+    """The content of a file of at most MAX_BYTES. Raises ValueError for a longer one, and OSError also for what is no regular
+    file."""
+    from llmtrain.config.regular_file import open_regular
+
+    with open_regular(file) as opened:
+        encoded = opened.read(MAX_BYTES + 1)
+    if len(encoded) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES:,} bytes")
+    return encoded
 
 
 def _check_extent(events: Iterable[Any]) -> None:

@@ -13,7 +13,7 @@ from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.context import Context
-from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.hybrid import HybridLM, Stream
 from llmtrain.models.loss import LossOutput, TokenScores, all_logits, build_loss, score_hidden, score_tokens, soft_cap
 from llmtrain.models.mixers.replay import ReplayCache
 from llmtrain.models.segments import ContextParallelRanks
@@ -34,9 +34,10 @@ class CausalLM(nn.Module):
         self.hybrid = hybrid
         self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
 
-    def forward(self, input_ids: Tensor, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
-        """output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this rank's part) -> what to return."""
-        hidden, ranks = self.hybrid(input_ids, context), self.hybrid.ranks
+    def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """inputs: token ids [batch, T], or what the last stage of a model reads. output: (hidden states of all tokens, the head's
+        weight [vocab_size, d_model] or this rank's part) -> what to return."""
+        hidden, ranks = self.hybrid(inputs, context), self.hybrid.ranks
         hidden = hidden if ranks is None else ranks.enter(hidden)
         head = self.hybrid.head
         return output(hidden, self.hybrid.head_weight) if head is None else head(hidden, output)
@@ -59,7 +60,8 @@ class CausalLM(nn.Module):
         rank of the group calls this, and gets the loss averaged over its own labels.
         """
         context = self.context(input_ids, document_ids, segments)
-        return self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
+        output = self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
+        return context.with_attached(output)
 
     def context(
         self, input_ids: Tensor, document_ids: Tensor | None = None, segments: ContextParallelRanks | None = None
@@ -122,4 +124,4 @@ class CausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.hybrid.embed.weight.device
+        return next(self.hybrid.parameters()).device

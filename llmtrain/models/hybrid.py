@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import SupportsIndex, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,35 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
+from llmtrain.models.attached_loss import AttachedLosses
+from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.parameters import is_trained, parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
+
+Stream = Tensor | tuple[Tensor, Tensor]
+"""What a stage of a model hands to the next: hidden states, or these and the embeddings."""
+
+
+class Selected(nn.ModuleList):
+    """Some modules of a list, under their numbers in it; indexed by their places here."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]):
+        super().__init__()
+        for number, module in modules.items():
+            self.add_module(str(number), module)
+
+    def _get_abs_string_index(self, idx: SupportsIndex) -> str:
+        return list(self._modules)[idx]
 
 
 class HybridLM(nn.Module):
@@ -69,7 +88,43 @@ class HybridLM(nn.Module):
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
         self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
+        self._loss_names = sorted({name for _, part in parts_of(self) for name in part.losses})
+        self.losses: AttachedLosses | None = None
         self.ranks: TensorRanks | None = None
+        self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
+        self.sends_embedding = False
+
+    def stage(self, first: int, last: int) -> HybridLM:
+        """Layers first .. last - 1 as a model: with the embedding if they are the first, with final norm and head if they are the
+        last, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
+        checkpoints of all stages together are that of the whole. On the meta device, memory is then allocated for the stage alone.
+
+        `forward` reads what it returned for the layers before, and a stage that is not the last returns its hidden states
+        [batch, T, d_model], beside the embeddings where a later layer's shared block reads them. Stages that hold the same
+        parameter (a shared block's; the embedding, which a tied head reads) each have a part of its gradient, to be added up.
+        """
+        assert self.begins and self.ends and 0 <= first < last <= len(self.blocks), f"no layers {first} to {last - 1}"
+        part = copy.copy(self)
+        part._modules, part._contexts = dict(self._modules), ContextCache()
+        part.begins, part.ends = first == 0, last == len(self.blocks)
+        part.sends_embedding = any(layer.shared for layer in self.config.layer_list()[last:])
+        part.blocks = Selected({i: self.blocks[i] for i in range(first, last)})
+        used = part.shared_uses()
+        kept = {
+            name: Selected({i: one for i, one in enumerate(copies) if one in used})
+            for name, copies in cast("Iterable[tuple[str, nn.ModuleList]]", self.shared.items())
+        }
+        part.shared = nn.ModuleDict({name: some for name, some in kept.items() if len(some)})
+        tied_head = part.ends and self.head is None
+        for name, is_used in (
+            ("embed", part.begins or tied_head),
+            ("positions", part.begins),
+            ("norm", part.ends),
+            ("head", part.ends),
+        ):
+            if not is_used:
+                setattr(part, name, None)
+        return part
 
     def split(self, ranks: TensorRanks) -> None:
         """Divide the model, on the meta device, between tensor-parallel ranks: this one keeps its part, under the same names.
@@ -86,12 +141,28 @@ class HybridLM(nn.Module):
             for shared in copies:
                 shared.split(ranks)
 
-    def forward(self, input_ids: Tensor, context: Context) -> Tensor:
+    def forward(self, inputs: Stream, context: Context) -> Stream:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
-        [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens.
+        [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens. Of a stage, see
+        there.
 
-        input_ids: [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
+        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
         """
+        if self.begins:
+            assert isinstance(inputs, Tensor)
+            x = embedding = self._embedded(inputs, context)
+        else:
+            x, embedding = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+        last = len(self.blocks) - 1
+        for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
+            x = block(x, embedding, block_context, context.only if layer == last else None)
+        if not self.ends:
+            return (x, embedding) if self.sends_embedding else x
+        x = self.norm(x)
+        # The logits' factor: here, so that no form of the loss or of the scores has to know it.
+        return multiplied(x, self.config.logit_multiplier)
+
+    def _embedded(self, input_ids: Tensor, context: Context) -> Tensor:
         x = multiplied(self.embed(input_ids), self.config.embedding_multiplier)
         if self.positions is not None:
             assert context.positions is not None
@@ -99,13 +170,7 @@ class HybridLM(nn.Module):
             if self.ranks is not None and isinstance(positions, Tensor):
                 positions = self.ranks.own(positions)
             x = x + self.positions(positions)
-        x = embedding = F.dropout(x, self.config.dropout, self.training)
-        last = len(self.blocks) - 1
-        for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
-            x = block(x, embedding, block_context, context.only if layer == last else None)
-        x = self.norm(x)
-        # The logits' factor: here, so that no form of the loss or of the scores has to know it.
-        return multiplied(x, self.config.logit_multiplier)
+        return F.dropout(x, self.config.dropout, self.training)
 
     def enable_segments(self) -> None:
         """Be ready for contexts of segments. Raises UserError when a block has no form for them."""
@@ -140,7 +205,15 @@ class HybridLM(nn.Module):
                 whole = whole if segments is None else segments.take(whole)
                 # Tokens added at the end may lie behind the last position; nothing sees them.
                 positions = whole.clamp(max=self.config.max_seq_len - 1)
-        return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments), positions)
+        losses = self._losses(device)
+        blocks = self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments, losses)
+        return Context(blocks, positions, losses=losses)
+
+    def _losses(self, device: torch.device) -> AttachedLosses | None:
+        """Losses that layers attach, the same object for every context on this device; None where there are none."""
+        if self._loss_names and (self.losses is None or self.losses.weight.device != device):
+            self.losses = AttachedLosses.named(self._loss_names, device)
+        return self.losses
 
     def prefix_refusal(self) -> str | None:
         """Reason why the model cannot read packed requests that share a prefix (`prefix_context`), or None."""
@@ -163,6 +236,11 @@ class HybridLM(nn.Module):
         # A checkpoint wrapper passes attributes on.
         return iter(cast("Iterable[Block]", self.blocks))
 
+    def chosen_kernels(self) -> list[Chosen]:
+        """The kernel of each part of each block, and why."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return list(chosen(self.config, self.platform, dtype, self.documents))
+
     @property
     def head_weight(self) -> Tensor:
         """[vocab_size, d_model]; the embedding's when tied."""
@@ -171,7 +249,7 @@ class HybridLM(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fills all parameters; the same values for any sharding and device (see models/init.py)."""
         init = self.config.init
-        depth = 2 * len(self.blocks) if init.scale_residual else 1
+        depth = 2 * len(self.config.layer_list()) if init.scale_residual else 1
         std = None if init.type == "kaiming" else init.std
         init_weights(self, InitScale(std, depth**-0.5), seed)
 
@@ -188,8 +266,10 @@ class HybridLM(nn.Module):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """FLOP of training on one sequence. See flops/count.py for what `causal` means, and for layers below the first trained."""
-        head = Work(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
-        total = Flops.with_weight(head, self.head_weight.requires_grad)
+        total = Flops()
+        if self.ends:
+            head = Work(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
+            total = Flops.with_weight(head, self.head_weight.requires_grad)
         backward = self._with_backward()
         for block in self._layers():
             flops = block.flops(seq_len, causal)

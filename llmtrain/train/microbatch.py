@@ -24,11 +24,11 @@ from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, compute_loss
 from llmtrain.plan.candidates import MEASURED, microbatches
-from llmtrain.plan.describe import meta_model, parameter_sizes
-from llmtrain.plan.memory import estimate_memory
+from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
 from llmtrain.train.graphs.cuda_graphs import reason_against, replay_seconds
 from llmtrain.train.ranks.fsdp_reset import reset_fsdp
@@ -113,6 +113,7 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 def choose_microbatch(
     config: Config,
     resolved: Config,
+    sizes: ParameterSizes,
     model: CausalLM,
     objective: Objective,
     segments: ContextParallelRanks | None,
@@ -122,7 +123,8 @@ def choose_microbatch(
 ) -> tuple[int, str]:
     """The size, and a line that says why. Called by every rank, before weights are set: they are 0 after it, without gradients.
 
-    config, resolved: with and without `auto`; the size in `resolved` is the estimate's. gauge: default: of a GPU, if device is one.
+    config, resolved: with and without `auto`; the size in `resolved` is the estimate's. sizes: of parameter_sizes. gauge: default:
+    of a GPU, if device is one.
     Raises UserError where nothing fits.
     """
     start = resolved.train.least_microbatch
@@ -135,26 +137,27 @@ def choose_microbatch(
     dist.broadcast_object_list(known, src=0)
     if known[0] is not None:
         return known[0], f"train.microbatch_size auto: {known[0]}, as found before ({path})"
-    sizes = microbatches(config, world.size)
+    allowed = microbatches(config, world.size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    parameters = parameter_sizes(meta_model(resolved.model), resolved.train.parallel.tensor, resolved.train.float8)
-    estimate = estimate_memory(resolved, parameters, world.size)
+    estimate = estimate_memory(resolved, sizes, world.size)
     # In place of the optimizer's state, which comes with its first step.
     reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
     gauge.begin()
     fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
     limit = MEASURED * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
-    torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(sizes))
+    torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(allowed))
     agreement = MemoryAgreement()
 
     def attempt(size: int) -> Trial | None:
         return _attempt(of_size(resolved, size), model, objective, segments, world, device, gauge, agreement)
 
-    trials = search(sizes, start, attempt, fixed, limit)
+    trials = search(allowed, start, attempt, fixed, limit)
     agreement.close()
+    for total in step_sums(model):
+        total.zero_()
     del reserve
     gauge.begin()
     if not trials:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from llmtrain.config.held_folder import hold_folder, make_folder, release_folder
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.distributed.run_lock import RunLock, release_all
 from llmtrain.distributed.world import World, exit_status_of_rank, initialize, launch_id, world_from_environment
@@ -80,6 +81,7 @@ def run_rank(
         return exit_status_of_rank(run, lambda error: _report(error, folder, world))
     finally:
         release_all()
+        release_folder()
 
 
 def _hold(config: Config, world: World) -> RunLock | None:
@@ -158,13 +160,14 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
         from llmtrain.train.run import train
 
     began = time.perf_counter()
+    hold_folder(Path(config.run_dir))
     with _memory_explained(config):
         outcome = train(config, verified)
     try:
         report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
-    except Exception:
-        outcome.uploads.finish()  # what is trained must not be lost with the report of it
-        raise
+    except Exception as error:  # the run is complete all the same
+        file_log.warning(traceback.format_exc())
+        run_log.warning(f"WARNING: training is complete, but not its report: {type(error).__name__}: {error}")
     outcome.uploads.finish()
     return 0
 
@@ -239,7 +242,7 @@ def _is_first_to_fail(folder: Path | None, world: World) -> bool:
         return world.is_main
     marker = folder / "errors" / f"first-{launch_id()}"
     try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(marker.parent)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
@@ -261,7 +264,7 @@ def _write_trace(folder: Path | None, world: World, error: BaseException) -> Pat
         return None
     path = folder / "errors" / f"rank{world.rank}.txt"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         path.write_text(without_credentials("".join(traceback.format_exception(error))))
         return path
     return None

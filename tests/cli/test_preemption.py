@@ -152,6 +152,23 @@ def environment(pid: int) -> bytes:
         return b"\0" + file.read()
 
 
+def test_a_run_whose_folder_is_renamed_says_so_and_saves_nothing_under_the_old_name(project):
+    project.write(ENDLESS | {"checkpoint.interval": "4 steps"})
+    process = project.start([*LLMTRAIN, "train", "run.yaml"])
+    renamed = project.folder / "renamed"
+    try:
+        wait_for(lambda: (project.run_dir / "checkpoints" / "step-00000004").exists())
+        project.run_dir.rename(renamed)
+        time.sleep(3)  # some saves
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=110)
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 1
+    assert f"{project.run_dir} was renamed to {renamed} while the run works in it: give it its name back" in text
+    assert "Traceback" not in text and not project.run_dir.exists()
+
+
 def command_on_a_full_disk(*arguments: str) -> tuple[int, str]:
     """A job for Ranks.run: `llmtrain ...`, which cannot make the folder of a checkpoint."""
     with patch("llmtrain.checkpoint.save_load.clear", side_effect=OSError("No space left on device")):

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llmtrain.data.shards.checks import data_fingerprint
 from tests.support import sequential_ssd
 from tests.support.runs import Run, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
@@ -138,11 +137,11 @@ def test_without_the_data_position_the_epoch_would_start_again(ranks, shards, fo
 
 
 def train_without_position(*args) -> Run:
-    def start_of_epoch(state, config):
+    def start_of_epoch(self, state):
         dataset = state._dataset_of(state.train_dataloader)
-        return {"position": dataset.state_dict(0, True), "fingerprint": data_fingerprint(config.data)}
+        return {"position": dataset.state_dict(0, True), "fingerprint": self.fingerprint()}
 
-    with patch("llmtrain.train.run.data_position", start_of_epoch):
+    with patch("llmtrain.train.callbacks.checkpointing.Checkpointing.data_position", start_of_epoch):
         return train(*args)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from llmtrain.objectives.base import Batch, Objective, compute_loss
 from llmtrain.schema.config import Config
-from llmtrain.train import run
+from llmtrain.train import build, run
 from llmtrain.train.graphs import cuda_graphs
 from llmtrain.train.graphs import persistent_weights as held_weights
 from llmtrain.train.graphs.cuda_graphs import MicrobatchGraph, NoGraph, added_to
@@ -61,9 +61,7 @@ class WithoutGraphs(MicrobatchGraph):
         with torch.enable_grad(), self.reading(), added_to(self.gradients, self.weights.leaves):
             output = compute_loss(self.model, self.objective, self.batch)
             output.loss.backward()
-        self.loss, self.ce, self.z, self.n_tokens = (
-            t.detach() for t in (output.loss, output.ce, output.z, output.n_tokens)
-        )
+        self.output = output.each(torch.detach)
 
     def add(self) -> None:
         for total, gradient in zip(self.sums, self.gradients, strict=True):
@@ -145,6 +143,6 @@ def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, 
 def searched(config: Config) -> tuple[int, Any]:
     """A job: `trained`, with a search as on a GPU."""
     gains = patch.object(cuda_graphs, "gained_by_run", lambda *args: 1.0)
-    gauged = patch.object(run, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
+    gauged = patch.object(build, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
     with gains, gauged:
         return trained(config, True, most=1)

@@ -48,7 +48,7 @@ def with_fake_memory(
 
     with (
         patch.object(CausalLM, "__call__", limited),
-        patch("llmtrain.train.run.choose_microbatch", lambda *args: choose(*args, gauge=Gauge())),
+        patch("llmtrain.train.build.choose_microbatch", lambda *args: choose(*args, gauge=Gauge())),
     ):
         return runs.train(config), tried
 

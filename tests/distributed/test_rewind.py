@@ -15,12 +15,14 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.checkpoint.save_load import RunState
 from llmtrain.cli import main
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train import run
+from llmtrain.train.faults.rewind import Rewind
 from llmtrain.train.report.loggers import read_metrics
 from tests.support.runs import Interrupted, observed_by, read_tensors, train
 from tests.support.tiny import STEPS_PER_EPOCH, tiny_config
@@ -123,16 +125,16 @@ def test_weights_moments_and_averages_are_those_of_the_checkpoint(ranks, shards,
 
 def _train_and_save_after_rewinds(config: Config, bad: list[int]) -> tuple[list[Any], list[str], str]:
     """train_with, where a rewind is followed by a save, as step 99."""
-    true_perform = run.Rewind.perform
+    true_perform = Rewind.perform
 
     def perform(self, state):
         if not true_perform(self, state):
             return False
-        self.saver.save(run.save_load.RunState(99, 0, {}, {}, {}))
+        self.saver.save(RunState(99, 0, {}, {}, {}))
         self.saver.wait()
         return True
 
-    with patch.object(run.Rewind, "perform", perform):
+    with patch.object(Rewind, "perform", perform):
         return train_with(config, bad)
 
 

@@ -11,6 +11,7 @@ from llmtrain.distributed.world import World
 from llmtrain.kernels.attention import measured
 from llmtrain.kernels.attention.measured import Row
 from llmtrain.kernels.platform import Platform
+from llmtrain.models.backends import chosen
 from llmtrain.schema.load import load_config
 from llmtrain.train.ranks.same_kernels import require_same_kernels
 from tests.support.ranks import RankFailed
@@ -22,7 +23,7 @@ def ask(folders: list[Path], local_size: int = 1) -> None:
     """A job: each rank is a node with measurements of its own."""
     rank = dist.get_rank()
     measured.own_file = lambda arch: folders[rank] / f"{arch}.attention.csv"
-    require_same_kernels(load_config("llama3-8b").model, H200, "bfloat16", False, World(rank, 2, 0, local_size))
+    require_same_kernels(chosen(load_config("llama3-8b").model, H200, "bfloat16"), World(rank, 2, 0, local_size))
 
 
 @pytest.fixture

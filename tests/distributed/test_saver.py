@@ -27,7 +27,7 @@ from llmtrain.checkpoint.stored import list_stored
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.schema.config import Config
-from llmtrain.train import uploads
+from llmtrain.train import checkpoints
 from llmtrain.train.faults.preemption import Preemption
 from tests.support.sharded import build_causal_lm, same, state_of
 from tests.support.stores import make_checkpoint
@@ -278,9 +278,9 @@ def end_with_a_failed_save(root: Path) -> list[int]:
 
     with (
         patch.object(MountedStore, "put", slowly),
-        patch.object(uploads, "_TOGETHER_SECONDS", 0.1),
+        patch.object(checkpoints, "_TOGETHER_SECONDS", 0.1),
         contextlib.suppress(SaveError),
-        uploads.Uploads(str(root / "there"), root / "here", Retention(), world, limit),
+        checkpoints.Uploads(str(root / "there"), root / "here", Retention(), world, limit),
     ):
         raise SaveError("full")
     return [found.step for found in list_stored(MountedStore(root / "there")) if found.manifest]

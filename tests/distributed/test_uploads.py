@@ -16,7 +16,7 @@ from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.data.shards.index import ShardError
 from llmtrain.distributed.world import World
 from llmtrain.errors import Preempted
-from llmtrain.train.uploads import Uploads
+from llmtrain.train.checkpoints import Uploads
 from tests.support.stores import make_checkpoint
 
 ALONE = World(0, 1, 0, 1)

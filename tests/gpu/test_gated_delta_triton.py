@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import platform
@@ -11,6 +10,7 @@ from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton import build
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
 from llmtrain.models.segments import ContextParallelRanks
+from tests.support import kernels as support
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,27 +32,13 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 """Largest relative error in the norm: an H200 gave up to 3.5e-3 and 4.3e-4."""
 
 
-def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float, dtype: torch.dtype) -> list[Tensor]:
-    g = torch.Generator("cuda").manual_seed(batch * 1000 + seq_len)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device="cuda")
-
-    keys, heads = (batch, seq_len, spec.n_key_heads, spec.key_head_dim), (batch, seq_len, spec.n_heads)
-    q, k, v = F.normalize(draw(*keys), dim=-1), F.normalize(draw(*keys), dim=-1), draw(*heads, spec.value_head_dim)
-    decay, beta = -F.softplus(draw(*heads) - 2), most * draw(*heads).sigmoid()
-    return [*(t.to(dtype) for t in (q, k, v)), decay, beta]
+def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[Tensor]:
+    return support.inputs("gated_delta", spec, batch, seq_len, "cuda", most=most)
 
 
-def outcome(
-    kernel, tensors: list[Tensor], state: Tensor | None, ids: Tensor | None, dtype: torch.dtype
-) -> list[Tensor]:
-    """y, the last state, and every gradient, from gradients of both that `dtype` holds."""
-    leaves = [t.detach().requires_grad_() for t in (*tensors, *([] if state is None else [state]))]
-    y, final = kernel(*leaves[:5], None if state is None else leaves[5], ids)
-    g = torch.Generator("cuda").manual_seed(1)
-    ups = [torch.randn(t.shape, generator=g, device="cuda").to(dtype).to(t.dtype) for t in (y, final)]
-    return [y, final, *torch.autograd.grad((y, final), leaves, ups)]
+def outcome(rule, tensors: list[Tensor], state: Tensor | None, ids: Tensor | None, exact: bool = False) -> list[Tensor]:
+    """y, the last state, and every gradient; exact: in float64."""
+    return support.outcome(lambda *t: rule(*t, ids), [*tensors, state], torch.float64 if exact else None)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -60,14 +46,13 @@ def outcome(
 def test_outputs_and_gradients_are_the_references(case, dtype):
     sizes, (batch, seq_len), packed, with_state, most = CASES[case]
     spec = GatedDeltaSpec(*sizes, str(dtype).removeprefix("torch."))
-    tensors = inputs(spec, batch, seq_len, most, dtype)
+    tensors = inputs(spec, batch, seq_len, most)
     g = torch.Generator("cuda").manual_seed(2)
     state = torch.randn(batch, sizes[0], *sizes[2:], generator=g, device="cuda") if with_state else None
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.02).long().cumsum(1) if packed else None
     kernel = build(spec, platform.detect(), "")
-    found, again = (outcome(kernel, tensors, state, ids, dtype) for _ in range(2))
-    wide = None if state is None else state.double()
-    expected = outcome(ReferenceGatedDelta(spec), [t.double() for t in tensors], wide, ids, dtype)
+    found, again = (outcome(kernel, tensors, state, ids) for _ in range(2))
+    expected = outcome(ReferenceGatedDelta(spec), tensors, state, ids, exact=True)
     names = ("y", "state", "dq", "dk", "dv", "d_log_decay", "d_beta", "d_state")[: len(found)]
     for name, one, other, value in zip(names, found, again, expected, strict=True):
         assert torch.equal(one, other), name
@@ -80,7 +65,7 @@ def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
     """A rank alone has both segments of each sequence, and gathers nothing."""
     sizes, (batch, seq_len), _, _, most = CASES[case]
     spec, seq_len = GatedDeltaSpec(*sizes, "bfloat16"), seq_len - seq_len % 2
-    tensors = inputs(spec, batch, seq_len, most, torch.bfloat16)
+    tensors = inputs(spec, batch, seq_len, most)
     g = torch.Generator("cuda").manual_seed(2)
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.01).long().cumsum(1) if packed else None
     monkeypatch.setattr(ContextParallelRanks, "gather", lambda self, own: own)

@@ -1,5 +1,7 @@
 """Kernels that need a GPU, against the reference in float64 on the same device: forward and every gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import ChunkedLoss, PlainLoss
+from tests.support import kernels as support
 from tests.support.selection import cases
 
 pytestmark = [
@@ -44,9 +47,7 @@ HYBRID = {
 
 
 def inputs(spec: AttentionSpec) -> list[Tensor]:
-    g = torch.Generator("cuda").manual_seed(0)
-    heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-    return [torch.randn(B, T, h, spec.head_dim, generator=g, device="cuda").bfloat16() for h in heads]
+    return support.inputs("attention", replace(spec, dtype="bfloat16"), B, T, "cuda")
 
 
 def documents(device: torch.device) -> Tensor:
@@ -57,11 +58,7 @@ def documents(device: torch.device) -> Tensor:
 
 def outcome(function, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients, in float64."""
-    ins = [t.to(dtype).requires_grad_() for t in tensors]
-    y = function(*ins)
-    y = y if isinstance(y, Tensor) else y[0]
-    upstream = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
-    return [t.double() for t in (y.detach(), *torch.autograd.grad(y, ins, upstream))]
+    return [t.double() for t in support.outcome(function, tensors, dtype)]
 
 
 def assert_close(ours: list[Tensor], exact: list[Tensor], relative: float) -> None:
@@ -143,20 +140,17 @@ def test_efficient_attention_in_fp32():
 def test_ssd_compiled_in_bf16(name):
     here, spec = platform.detect(), SSDSpec(8, 64, 64, 2, 128)
     kernel, reference = (registry.resolve("ssd", n, spec, here).build(spec, here) for n in (name, "reference"))
-    g = torch.Generator("cuda").manual_seed(0)
-    shapes = [(B, T, 8, 64), (B, T, 8), (8,), (B, T, 2, 64), (B, T, 2, 64), (8,), (8,)]
-    tensors = [torch.randn(s, generator=g, device="cuda").bfloat16() for s in shapes]
-    tensors[2] = -tensors[2].abs()
-    exact = outcome(reference, tensors, torch.float64)
-    assert_close(outcome(torch.compile(kernel, fullgraph=True), tensors, torch.bfloat16), exact, 0.03)
+    tensors = [t.bfloat16() for t in support.inputs("ssd", spec, B, T, "cuda")]
+    exact = outcome(lambda *t: reference(*t)[0], tensors, torch.float64)
+    compiled = torch.compile(kernel, fullgraph=True)
+    assert_close(outcome(lambda *t: compiled(*t)[0], tensors, torch.bfloat16), exact, 0.03)
 
 
 @pytest.mark.parametrize("name", ["reference", "aten"])
 def test_conv1d_in_bf16(name):
     here, spec = platform.detect(), Conv1dSpec(96, 4)
     kernel = registry.resolve("conv1d", name, spec, here).build(spec, here)
-    g = torch.Generator("cuda").manual_seed(0)
-    tensors = [torch.randn(s, generator=g, device="cuda").bfloat16() for s in [(B, T, 96), (96, 4), (96,)]]
+    tensors = support.inputs("conv1d", spec, B, T, "cuda")
     exact = outcome(kernel, tensors, torch.float64)
     assert_close(outcome(torch.compile(kernel, fullgraph=True), tensors, torch.bfloat16), exact, 0.02)
 
@@ -220,7 +214,7 @@ def test_a_hybrid_trains_compiled_in_bf16():
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(out.ce))
+        losses.append(float(out.terms["cross_entropy"]))
     assert losses[0] == pytest.approx(5.545, abs=0.3)  # log 256
     assert losses[-1] < losses[0] / 2
 

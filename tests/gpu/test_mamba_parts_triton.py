@@ -12,8 +12,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.rotary.spec import RotarySpec
-from tests.support import mamba_parts as around
-from tests.support import norms, rotations
+from tests.support import kernels as support
 from tests.support.selection import cases
 
 pytestmark = [
@@ -69,20 +68,20 @@ def assert_as_exact(ours: Callable[..., Tensor], reference: Callable[..., Tensor
 
     An output that PyTorch rounds once has the error of that rounding, which ours cannot go below.
     """
-    exact = around.outcome(reference, tensors, torch.float64)
-    found, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (ours, reference))
+    exact = support.outcome(reference, tensors, torch.float64)
+    found, theirs = (support.errors(support.outcome(f, tensors), exact) for f in (ours, reference))
     assert all(a <= 1.1 * max(b, 1e-4) for a, b in zip(found, theirs, strict=True)), (found, theirs)
 
 
 @pytest.mark.parametrize("batch, seq_len, channels, width, biased", cases(CONVOLUTIONS, "mamba", "odd", "one token"))
 def test_the_convolution_is_as_exact_as_pytorch(batch, seq_len, channels, width, biased):
-    tensors = around.conv_inputs(batch, seq_len, channels, width, biased, BF16, "cuda")
+    tensors = support.conv_inputs(batch, seq_len, channels, width, biased, BF16, "cuda")
     assert_as_exact(*kernels("conv1d", Conv1dSpec(channels, width)), tensors)
 
 
 @pytest.mark.parametrize("leading, dim, groups, first", cases(NORMS, "mamba", "norm first", "groups", "odd"))
 def test_the_norm_is_as_exact_as_pytorch(leading, dim, groups, first):
-    tensors = around.norm_inputs(leading, dim, BF16, "cuda")
+    tensors = support.norm_inputs(leading, dim, BF16, "cuda")
     assert_as_exact(*kernels("gated_norm", GatedNormSpec(dim, groups, 1e-5, first)), tensors)
 
 
@@ -92,83 +91,82 @@ def test_the_residual_norm_is_as_exact_as_pytorch(leading, dim, type_, summed, b
 
     Without delta, by the norm alone: a gradient that comes to x from elsewhere is then added outside the kernel.
     """
-    ours, reference = (
-        norms.joined(f, "both" if summed else "norm") for f in kernels("norm", NormSpec(dim, type_, biased))
-    )
-    tensors = norms.inputs(leading, dim, summed, biased, BF16, "cuda")
+    at = slice(0 if summed else 1, None)
+    ours, reference = ((lambda *t, norm=norm: norm(*t)[at]) for norm in kernels("norm", NormSpec(dim, type_, biased)))
+    tensors = support.residual_inputs(leading, dim, summed, biased, BF16, "cuda")
     torch._dynamo.reset()
-    exact = around.outcome(reference, tensors, torch.float64)
+    exact = support.outcome(reference, tensors, torch.float64)
     compiled = torch.compile(reference, dynamic=False)
-    found, theirs = (around.errors(around.outcome(f, tensors), exact) for f in (ours, compiled))
+    found, theirs = (support.errors(support.outcome(f, tensors), exact) for f in (ours, compiled))
     assert all(a <= 1.1 * max(b, 1e-4) for a, b in zip(found, theirs, strict=True)), (found, theirs)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("batch, seq_len, heads, kv_heads, head_dim", ROTATIONS.values(), ids=ROTATIONS.keys())
 def test_the_rotation_is_as_exact_as_pytorch(batch, seq_len, heads, kv_heads, head_dim, per_row):
-    tensors = rotations.inputs(batch, seq_len, heads, kv_heads, head_dim, BF16, "cuda")
+    tensors = support.rotary_inputs(batch, seq_len, heads, kv_heads, head_dim, BF16, "cuda")
     assert_as_exact(*rotated(head_dim, *[batch] * per_row, seq_len), tensors)
 
 
 def rotated(head_dim: int, *leading: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Ours and the reference with tables [*leading, 1, head_dim / 2]."""
-    tables = rotations.tables(*leading, 1, head_dim // 2, device="cuda")
-    ours, reference = kernels("rotary", RotarySpec(head_dim))
-    return rotations.both(ours, *tables), rotations.both(reference, *tables)
+    ours, reference = (
+        support.rotated(kernel, head_dim, *leading, device="cuda") for kernel in kernels("rotary", RotarySpec(head_dim))
+    )
+    return ours, reference
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
 def test_other_dtypes(dtype, tolerance):
     name = str(dtype).removeprefix("torch.")
     for (ours, reference), tensors in (
-        (kernels("conv1d", Conv1dSpec(1001, 4, name)), around.conv_inputs(2, 333, 1001, 4, True, dtype, "cuda")),
+        (kernels("conv1d", Conv1dSpec(1001, 4, name)), support.conv_inputs(2, 333, 1001, 4, True, dtype, "cuda")),
         (
             kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5, False, name)),
-            around.norm_inputs((99,), 5120, dtype, "cuda"),
+            support.norm_inputs((99,), 5120, dtype, "cuda"),
         ),
         (
-            [norms.joined(kernel) for kernel in kernels("norm", NormSpec(2560, "layernorm", True, dtype=name))],
-            norms.inputs((99,), 2560, True, True, dtype, "cuda"),
+            kernels("norm", NormSpec(2560, "layernorm", True, dtype=name)),
+            support.residual_inputs((99,), 2560, True, True, dtype, "cuda"),
         ),
     ):
-        exact = around.outcome(reference, tensors, torch.float64)
-        assert max(around.errors(around.outcome(ours, tensors), exact)) < tolerance
+        exact = support.outcome(reference, tensors, torch.float64)
+        assert max(support.errors(support.outcome(ours, tensors), exact)) < tolerance
 
 
 def test_packed_documents_equal_the_documents_apart():
     lengths = (700, 1, 300, 2, 1045)
-    tensors = around.conv_inputs(2, sum(lengths), 512, 4, True, torch.float32, "cuda")
+    tensors = support.conv_inputs(2, sum(lengths), 512, 4, True, torch.float32, "cuda")
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths)).expand(2, -1).cuda()
     ours, reference = kernels("conv1d", Conv1dSpec(512, 4, "float32"))
 
     def apart(x, weight, bias):
         return torch.cat([reference(piece, weight, bias) for piece in x.split(lengths, 1)], 1)
 
-    exact = around.outcome(apart, tensors, torch.float64)
-    found = around.outcome(lambda *t: ours(*t, document_ids=ids), tensors)
-    assert max(around.errors(found, exact)) < 1e-5
+    exact = support.outcome(apart, tensors, torch.float64)
+    found = support.outcome(lambda *t: ours(*t, document_ids=ids), tensors)
+    assert max(support.errors(found, exact)) < 1e-5
 
 
 def one_of_each() -> list[tuple[Callable[..., Tensor], list]]:
     return [
-        (kernels("conv1d", Conv1dSpec(5376, 4))[0], around.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
-        (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], around.norm_inputs((4, 512), 5120, BF16, "cuda")),
+        (kernels("conv1d", Conv1dSpec(5376, 4))[0], support.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
+        (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], support.norm_inputs((4, 512), 5120, BF16, "cuda")),
         (
-            norms.joined(kernels("norm", NormSpec(2560))[0]),
-            norms.inputs((4, 512), 2560, True, False, BF16, "cuda"),
+            kernels("norm", NormSpec(2560))[0],
+            support.residual_inputs((4, 512), 2560, True, False, BF16, "cuda"),
         ),
-        (rotated(64, 333)[0], rotations.inputs(2, 333, 8, 2, 64, BF16, "cuda")),
+        (rotated(64, 333)[0], support.rotary_inputs(2, 333, 8, 2, 64, BF16, "cuda")),
     ]
 
 
 def test_two_runs_are_equal_bit_by_bit():
     for kernel, tensors in one_of_each():
-        runs = [around.outcome(kernel, tensors) for _ in range(2)]
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        support.assert_equal(*(support.outcome(kernel, tensors) for _ in range(2)))
 
 
 def test_compiled_without_a_graph_break():
     for kernel, tensors in one_of_each():
         torch._dynamo.reset()
-        compiled = around.outcome(torch.compile(kernel, fullgraph=True), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(kernel, tensors), strict=True))
+        compiled = support.outcome(torch.compile(kernel, fullgraph=True), tensors)
+        support.assert_equal(compiled, support.outcome(kernel, tensors))

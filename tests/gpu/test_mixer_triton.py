@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from llmtrain.kernels import platform, registry
+from llmtrain.kernels.mamba_mixer.operation import OPERATION as MIXER
 from llmtrain.kernels.mamba_mixer.reference import ReferenceMambaMixer, compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.mamba_mixer.triton import Keep, TritonMambaMixer, default_launch
-from tests.support import mamba_parts as around
-from tests.support import mixers
+from tests.support import kernels as support
 from tests.support.selection import cases
 
 pytestmark = [
@@ -21,12 +21,12 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-ZAMBA = mixers.spec(80, 64, 128, dtype=BF16)
-GROUPED = mixers.spec(16, 64, 64, n_groups=2, norm_groups=2, norm_first=True, dt_limit=(1e-3, None), dtype=BF16)
+ZAMBA = support.mixer_spec(80, 64, 128, dtype=BF16)
+GROUPED = support.mixer_spec(16, 64, 64, n_groups=2, norm_groups=2, norm_first=True, dt_limit=(1e-3, None), dtype=BF16)
 SHAPES = {
     "zamba2": (ZAMBA, 1, 2048, True, False),
     "ragged, groups, norm first, no bias": (GROUPED, 2, 1001, False, True),
-    "odd": (mixers.spec(3, 24, 40, width=3, dtype=BF16), 3, 65, True, True),
+    "odd": (support.mixer_spec(3, 24, 40, width=3, dtype=BF16), 3, 65, True, True),
     "one token": (GROUPED, 2, 1, True, True),
     "63 tokens": (ZAMBA, 1, 63, True, False),
     "4097 tokens": (ZAMBA, 1, 4097, True, False),
@@ -59,13 +59,13 @@ def parts(spec: MambaMixerSpec) -> Any:
 
 @pytest.mark.parametrize("spec, batch, seq_len, biased, with_state", SHAPES.values(), ids=SHAPES.keys())
 def test_as_exact_as_the_composition_in_the_same_dtype(spec, batch, seq_len, biased, with_state):
-    assert_as_exact(spec, mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda"), None)
+    assert_as_exact(spec, support.mixer_inputs(spec, batch, seq_len, biased, with_state, "cuda"), None)
 
 
 @pytest.mark.parametrize("spec", [ZAMBA, GROUPED], ids=["zamba2", "groups"])
 def test_as_exact_where_sequences_hold_documents(spec):
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 1, 300, 47]))[None].cuda()
-    assert_as_exact(spec, mixers.inputs(spec, 1, ids.shape[1], device="cuda"), ids)
+    assert_as_exact(spec, support.mixer_inputs(spec, 1, ids.shape[1], device="cuda"), ids)
 
 
 def assert_as_exact(spec: MambaMixerSpec, tensors: list[Any], ids: torch.Tensor | None) -> None:
@@ -75,17 +75,10 @@ def assert_as_exact(spec: MambaMixerSpec, tensors: list[Any], ids: torch.Tensor 
         return lambda *t: mixer(*t, document_ids=ids)
 
     reference = ReferenceMambaMixer(spec)
-    exact = around.outcome(run(reference), tensors, torch.float64)
-    ours, theirs = (around.errors(around.outcome(run(f), tensors), exact) for f in (kernel(spec), reference))
-    # A number per head is a sum over all tokens, whose terms cancel: its error is left to chance. Otherwise 7e-4 is the
-    # rounding of bf16 itself, which no kernel can go below: 2^-9, a third of it on average.
-    names = ("y", *(name for name, t in zip(mixers.NAMES, tensors, strict=True) if t is not None))
-    worse = {
-        name: (a, b)
-        for name, a, b in zip(names, ours, theirs, strict=True)
-        if not a <= (2.0 if name in ("A", "D", "dt_bias") else 1.1) * max(b, 7e-4)
-    }
-    assert not worse
+    exact = support.outcome(run(reference), tensors, torch.float64)
+    ours, theirs = (support.errors(support.outcome(run(f), tensors), exact) for f in (kernel(spec), reference))
+    names = ("y", *(name for name, t in zip(MIXER.leaves, tensors, strict=True) if t is not None))
+    support.assert_as_exact(names, ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +86,17 @@ def assert_as_exact(spec: MambaMixerSpec, tensors: list[Any], ids: torch.Tensor 
 )
 def test_equal_to_its_parts_bit_by_bit(spec, batch, seq_len, biased, with_state):
     """In every run, whatever is kept."""
-    tensors = mixers.inputs(spec, batch, seq_len, biased, with_state, "cuda")
-    expected = around.outcome(parts(spec), tensors)
+    tensors = support.mixer_inputs(spec, batch, seq_len, biased, with_state, "cuda")
+    expected = support.outcome(parts(spec), tensors)
     for keep in ("all", *get_args(Keep)):
-        ours = around.outcome(kernel(spec, keep=keep), tensors)
+        ours = support.outcome(kernel(spec, keep=keep), tensors)
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("keep, dropped", [("all", 0), ("scan", 5376), ("nothing", 5376 + 5120)])
 def test_keeps_no_more_for_the_backward_than_its_parts(keep, dropped):
     """What adds up over layers. dropped: numbers per token, of the convolution's output and the scan's."""
-    tensors = mixers.inputs(ZAMBA, 2, 2048, device="cuda")
+    tensors = support.mixer_inputs(ZAMBA, 2, 2048, device="cuda")
 
     def kept(function: Any) -> int:
         leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
@@ -120,6 +113,6 @@ def test_keeps_no_more_for_the_backward_than_its_parts(keep, dropped):
 
 def test_compiled_without_a_graph_break():
     torch._dynamo.reset()
-    tensors, ours = mixers.inputs(GROUPED, 2, 333, with_state=True, device="cuda"), kernel(GROUPED)
-    compiled = around.outcome(torch.compile(ours.__call__, fullgraph=True), tensors)
-    assert all(torch.equal(a, b) for a, b in zip(compiled, around.outcome(ours, tensors), strict=True))
+    tensors, ours = support.mixer_inputs(GROUPED, 2, 333, with_state=True, device="cuda"), kernel(GROUPED)
+    compiled = support.outcome(torch.compile(ours.__call__, fullgraph=True), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, support.outcome(ours, tensors), strict=True))

@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
@@ -15,6 +14,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models import segments as gathering
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
 from llmtrain.models.segments import ContextParallelRanks
+from tests.support import kernels as support
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
@@ -32,31 +32,17 @@ CASES = {
 
 
 def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(batch * 1000 + seq_len)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g)
-
-    keys, heads = (batch, seq_len, spec.n_key_heads, spec.key_head_dim), (batch, seq_len, spec.n_heads)
-    q, k = F.normalize(draw(*keys), dim=-1), F.normalize(draw(*keys), dim=-1)
-    decay, beta = -0.5 * torch.rand(heads, generator=g), most * torch.rand(heads, generator=g)
-    return [q, k, draw(*heads, spec.value_head_dim), decay, beta]
+    return support.inputs("gated_delta", spec, batch, seq_len, most=most)
 
 
-def outcome(kernel, tensors: list[torch.Tensor], state, ids) -> list[torch.Tensor]:
-    """y, the last state, and every gradient of a random sum of both."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    initial = None if state is None else state.detach().requires_grad_()
-    y, final = kernel(*leaves, initial, ids)
-    weights = torch.randn(y.numel() + final.numel(), generator=torch.Generator().manual_seed(1)).to(y.dtype)
-    total = torch.cat([y.flatten(), final.to(y.dtype).flatten()]) @ weights
-    return [y, final, *torch.autograd.grad(total, leaves if initial is None else [*leaves, initial])]
+def outcomes(rule, tensors, ids=None, state=None, exact: bool = False) -> list[torch.Tensor]:
+    """y, the last state, and every gradient; exact: in float64."""
+    return support.outcome(lambda *t: rule(*t, ids), [*tensors, state], torch.float64 if exact else None)
 
 
 def assert_agrees(kernel, spec: GatedDeltaSpec, tensors, state, ids) -> None:
-    exact = [t.double() for t in tensors]
-    expected = outcome(ReferenceGatedDelta(spec), exact, None if state is None else state.double(), ids)
-    for found, value in zip(outcome(kernel, tensors, state, ids), expected, strict=True):
+    expected = outcomes(ReferenceGatedDelta(spec), tensors, ids, state, exact=True)
+    for found, value in zip(outcomes(kernel, tensors, ids, state), expected, strict=True):
         assert (found.double() - value).norm() < 3e-6 * value.norm()
 
 
@@ -102,9 +88,7 @@ def test_strong_decay_gives_finite_gradients():
     spec = GatedDeltaSpec(1, 1, 16, 16, "float32")
     tensors = inputs(spec, 1, 70, 1.0)
     tensors[3].fill_(-50.0)
-    assert all(
-        torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcome(TritonGatedDelta(SMALL), tensors, None, None)
-    )
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcomes(TritonGatedDelta(SMALL), tensors))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -117,14 +101,12 @@ def test_two_segments_are_the_whole_sequence(packed):
         assert rule.continues is not None and rule.continues[:, 1].any()
 
     def kernel(q, k, v, decay, beta, initial, ids):
-        y = rule.apply_rule(TritonGatedDelta(SMALL), q, k, v, decay, beta)
-        return y, y.new_zeros(0)
+        return rule.apply_rule(TritonGatedDelta(SMALL), q, k, v, decay, beta)
 
     def whole(*given):
-        y, _ = ReferenceGatedDelta(spec)(*given)
-        return y, y.new_zeros(0)
+        return ReferenceGatedDelta(spec)(*given)[0]
 
     with patch.object(gathering, "all_gather_tensor_autograd", lambda own, dim, group: own):
-        found = outcome(kernel, tensors, None, ids)
-    for one, value in zip(found, outcome(whole, [t.double() for t in tensors], None, ids), strict=True):
+        found = outcomes(kernel, tensors, ids)
+    for one, value in zip(found, outcomes(whole, tensors, ids, exact=True), strict=True):
         assert (one.double() - value).norm() <= 3e-6 * value.norm()

@@ -20,16 +20,15 @@ from llmtrain.kernels.mamba_mixer.triton import (
     mamba_mixer_backward,
     mamba_mixer_forward,
 )
+from llmtrain.kernels.operation import leaves
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from tests.support import mamba_parts as around
-from tests.support import mixers
+from tests.support import kernels as support
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: bool = False) -> TritonMambaMixer:
@@ -59,34 +58,41 @@ def made(spec: MambaMixerSpec, num_sms: int = 1, keep: Keep = "all", halves: boo
 
 def assert_agrees(kernel: TritonMambaMixer, tensors: list[Any], **options: Any) -> None:
     """The output and every gradient, with the composition of the references in float64."""
-    ours = around.outcome(lambda *t: kernel(*t, **options), tensors)
-    around.assert_agrees(ours, around.outcome(ReferenceMambaMixer(kernel.spec), tensors, torch.float64))
+    ours = support.outcome(lambda *t: kernel(*t, **options), tensors)
+    support.assert_agrees(ours, support.outcome(ReferenceMambaMixer(kernel.spec), tensors, torch.float64))
     assert ours[0].is_contiguous()
     assert all(t.dtype == torch.float32 for t in ours)
 
 
-ODD = mixers.spec(4, 12, 5, n_groups=2, norm_groups=2)
-SMALL = mixers.spec(2, 12, 5, n_groups=2, norm_groups=2)
+ODD = support.mixer_spec(4, 12, 5, n_groups=2, norm_groups=2)
+SMALL = support.mixer_spec(2, 12, 5, n_groups=2, norm_groups=2)
 CASES = {
     "odd sizes, groups, a state": (ODD, 2, 37, True, True, {}),
     "the same on many multiprocessors": (ODD, 2, 37, True, True, {"num_sms": 1000}),
-    "no bias, norm first, 3 taps": (mixers.spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
+    "no bias, norm first, 3 taps": (support.mixer_spec(3, 16, 16, width=3, norm_first=True), 1, 33, False, False, {}),
     "halves of chunks, groups, a state": (ODD, 2, 37, True, True, {"halves": True}),
     "halves of chunks on many multiprocessors": (ODD, 2, 37, True, True, {"halves": True, "num_sms": 1000}),
-    "convolved again, limited dt": (mixers.spec(2, 16, 8, dt_limit=(0.05, 0.3)), 2, 20, True, False, {"keep": "scan"}),
+    "convolved again, limited dt": (
+        support.mixer_spec(2, 16, 8, dt_limit=(0.05, 0.3)),
+        2,
+        20,
+        True,
+        False,
+        {"keep": "scan"},
+    ),
     "all computed again": (ODD, 1, 33, False, True, {"keep": "nothing", "halves": True}),
-    "one token": (mixers.spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"num_sms": 1000}),
+    "one token": (support.mixer_spec(2, 16, 16, norm_first=True), 2, 1, True, False, {"num_sms": 1000}),
 }
 
 
 @pytest.mark.parametrize("spec, batch, seq_len, biased, with_state, launch", CASES.values(), ids=CASES.keys())
 def test_agrees_with_the_composition(spec, batch, seq_len, biased, with_state, launch):
-    assert_agrees(made(spec, **launch), mixers.inputs(spec, batch, seq_len, biased, with_state))
+    assert_agrees(made(spec, **launch), support.mixer_inputs(spec, batch, seq_len, biased, with_state))
 
 
 def test_strides_of_every_kind_are_read():
     """A slice of something wider, columns not side by side, every other token, and one row expanded over the batch."""
-    zxbcdt, *rest = mixers.inputs(SMALL, 2, 18)
+    zxbcdt, *rest = support.mixer_inputs(SMALL, 2, 18)
     sliced = torch.cat((zxbcdt, zxbcdt), -1)[..., 3 : 3 + zxbcdt.shape[2]]
     for strided in (sliced, zxbcdt.mT.contiguous().mT, zxbcdt[:, ::2], zxbcdt[:1].expand(2, -1, -1)):
         assert_agrees(made(SMALL), [strided, *rest])
@@ -94,25 +100,25 @@ def test_strides_of_every_kind_are_read():
 
 def test_gradients_have_their_tensors_dtypes():
     """As under amp_bf16 with FSDP2: what the scan sums over a sequence stays fp32."""
-    spec = mixers.spec(2, 16, 16, dtype=torch.float16)
-    tensors = mixers.inputs(spec, 1, 20, with_state=True)
-    ours = around.outcome(made(spec), tensors)
+    spec = support.mixer_spec(2, 16, 16, dtype=torch.float16)
+    tensors = support.mixer_inputs(spec, 1, 20, with_state=True)
+    ours = support.outcome(made(spec), tensors)
     assert [t.dtype for t in ours] == [t.dtype for t in (tensors[0], *tensors)]
-    around.assert_agrees(ours, around.outcome(ReferenceMambaMixer(spec), tensors, torch.float64), 3e-2)
+    support.assert_agrees(ours, support.outcome(ReferenceMambaMixer(spec), tensors, torch.float64), 3e-2)
 
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_packed_documents_equal_the_documents_apart(halves):
     lengths = [5, 1, 16, 11]
-    zxbcdt, *rest, _ = mixers.inputs(SMALL, 2, sum(lengths))
+    zxbcdt, *rest, _ = support.mixer_inputs(SMALL, 2, sum(lengths))
     ids = torch.cat([torch.full((2, n), i % 2) for i, n in enumerate(lengths)], 1)
     reference, kernel = ReferenceMambaMixer(SMALL), made(SMALL, halves=halves)
 
     def apart(zxbcdt, *rest):
         return torch.cat([reference(piece, *rest) for piece in zxbcdt.split(lengths, 1)], 1)
 
-    ours = around.outcome(lambda *t: kernel(*t, document_ids=ids), [zxbcdt, *rest])
-    around.assert_agrees(ours, around.outcome(apart, [zxbcdt, *rest], torch.float64))
+    ours = support.outcome(lambda *t: kernel(*t, document_ids=ids), [zxbcdt, *rest])
+    support.assert_agrees(ours, support.outcome(apart, [zxbcdt, *rest], torch.float64))
 
 
 class Operators(TorchDispatchMode):
@@ -130,13 +136,13 @@ class Operators(TorchDispatchMode):
 
 def test_gradients_are_written_where_they_stay():
     """The composition concatenates them; here nothing does, in the graph or within the operator."""
-    tensors = mixers.inputs(SMALL, 2, 20)
-    leaves = [t if t is None else t.requires_grad_() for t in tensors]
+    tensors = support.mixer_inputs(SMALL, 2, 20)
+    given = leaves(tensors)
 
     def of_graph(function) -> list[str]:
-        y = function(*leaves)
+        y = function(*given)
         with Operators() as ran:
-            torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y))
+            torch.autograd.grad(y, [t for t in given if t is not None], torch.ones_like(y))
         return [name for name in ran.names if name not in ("aten::detach", "aten::ones_like")]
 
     assert of_graph(ReferenceMambaMixer(SMALL)).count("aten::cat") == 2
@@ -153,9 +159,9 @@ def test_gradients_are_written_where_they_stay():
 
 @pytest.mark.ci
 def test_every_run_is_equal_bit_by_bit_whatever_it_keeps():
-    tensors = mixers.inputs(SMALL, 2, 37)
-    first, *others = (around.outcome(made(SMALL, 1000, keep), tensors) for keep in ("all", *get_args(Keep)))
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    tensors = support.mixer_inputs(SMALL, 2, 37)
+    first, *others = (support.outcome(made(SMALL, 1000, keep), tensors) for keep in ("all", *get_args(Keep)))
+    support.assert_equal(first, *others)
 
 
 @pytest.mark.ci
@@ -165,18 +171,14 @@ def test_every_run_is_equal_bit_by_bit_whatever_it_keeps():
 )
 def test_the_operator_is_whole(biased, with_state, launch):
     """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
-    tensors, kernel = mixers.inputs(SMALL, 1, 20, biased, with_state), made(SMALL, **launch)
+    tensors, kernel = support.mixer_inputs(SMALL, 1, 20, biased, with_state), made(SMALL, **launch)
     ids = None if with_state else torch.zeros(1, 20, dtype=torch.int32)
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     how = (2, 0.05, None, 2, 1e-5, False, kernel.options)
-    torch.library.opcheck(mamba_mixer_forward, (*leaves, ids, *how), test_utils=CHECKS)
+    support.assert_whole(mamba_mixer_forward, (*leaves(tensors), ids, *how))
     out, *kept = mamba_mixer_forward(*tensors, ids, *how)
     arguments = (out, *tensors, ids, *kept, 2, 0.05, None, False, kernel.options)
-    torch.library.opcheck(mamba_mixer_backward, arguments, test_utils=CHECKS)
-
-    compiled = torch.compile(kernel.__call__, fullgraph=True, backend="aot_eager")
-    ours, eager = around.outcome(compiled, tensors), around.outcome(kernel, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+    support.assert_whole(mamba_mixer_backward, arguments)
+    support.assert_compiles(kernel, tensors)
 
 
 @pytest.mark.ci
@@ -198,4 +200,4 @@ def test_a_model_runs_it_between_its_projections(groups, first):
         out = CausalLM(model).loss(ids[:, :-1], ids[:, 1:])
         out.loss.backward()
         found.append([out.loss.detach(), *(p.grad for p in model.parameters())])
-    around.assert_agrees(found[0], [t.double() for t in found[1]])
+    support.assert_agrees(found[0], [t.double() for t in found[1]])

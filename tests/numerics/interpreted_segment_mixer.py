@@ -15,17 +15,16 @@ from llmtrain.models.mixers.mamba2_fused_segments import segment_mixer, segment_
 from llmtrain.models.mixers.mamba2_segments import SegmentScan
 from llmtrain.models.segments import ContextParallelRanks
 from tests.numerics.interpreted_mixer import made
-from tests.support import mixers
-from tests.support.mamba_parts import draw
+from tests.support import kernels as support
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-GROUPED = mixers.spec(2, 12, 5, n_groups=2, norm_groups=2)
+GROUPED = support.mixer_spec(2, 12, 5, n_groups=2, norm_groups=2)
 CASES: dict[str, tuple[Any, int, int, int, bool, float | None, dict[str, Any]]] = {
-    "several chunks": (mixers.spec(1, 16, 16), 2, 1, 20, True, None, {}),
+    "several chunks": (support.mixer_spec(1, 16, 16), 2, 1, 20, True, None, {}),
     "three ranks, documents, groups, two sequences": (GROUPED, 3, 2, 6, True, 0.1, {}),
     "documents everywhere, halves of chunks": (GROUPED, 2, 1, 37, False, 0.3, {"halves": True, "num_sms": 1000}),
     "segments as short as the convolution reaches": (
-        mixers.spec(1, 16, 8, dt_limit=(0.05, 0.3)),
+        support.mixer_spec(1, 16, 8, dt_limit=(0.05, 0.3)),
         2,
         1,
         3,
@@ -33,7 +32,7 @@ CASES: dict[str, tuple[Any, int, int, int, bool, float | None, dict[str, Any]]] 
         0.2,
         {},
     ),
-    "one tap": (mixers.spec(1, 16, 8, width=1), 2, 1, 5, True, 0.2, {}),
+    "one tap": (support.mixer_spec(1, 16, 8, width=1), 2, 1, 5, True, 0.2, {}),
 }
 """spec, ranks, batch, tokens of a segment, bias, share of tokens that begin a document, launch."""
 
@@ -45,7 +44,7 @@ def rank(name: str, rank: int, file: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(file / "store"), size), rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     segments = ContextParallelRanks(rank, size, dist.group.WORLD.group_name)
-    token, *rest = mixers.inputs(spec, batch, 2 * size * n, biased)[:7]
+    token, *rest = support.mixer_inputs(spec, batch, 2 * size * n, biased)[:7]
     context = SegmentScan.of(segments, token.shape[1], token.device, documents(name), spec.conv1d.width)
     leaves: list[Any] = [t if t is None else t.requires_grad_() for t in (segments.take(token).clone(), *rest)]
     out = segment_mixer(made(spec, **launch), context, *leaves)
@@ -62,7 +61,8 @@ def documents(name: str) -> torch.Tensor | None:
 
 def upstream(name: str) -> torch.Tensor:
     spec, size, batch, n, *_ = CASES[name]
-    return draw(batch, 2 * size * n, spec.gated_norm.dim, seed=3, dtype=torch.float32)
+    g = torch.Generator().manual_seed(3)
+    return torch.randn(batch, 2 * size * n, spec.gated_norm.dim, generator=g)
 
 
 SLOW = ("documents everywhere, halves of chunks",)
@@ -81,7 +81,8 @@ def test_ranks_that_share_sequences_have_the_output_and_gradients_of_one(name, t
     parts = [torch.load(tmp_path / f"{i}.pt") for i in range(size)]
 
     leaves: list[Any] = [
-        t if t is None else t.double().requires_grad_() for t in mixers.inputs(spec, batch, 2 * size * n, biased)[:7]
+        t if t is None else t.double().requires_grad_()
+        for t in support.mixer_inputs(spec, batch, 2 * size * n, biased)[:7]
     ]
     expected = ReferenceMambaMixer(spec)(*leaves, document_ids=documents(name))
     wanted = torch.autograd.grad(expected, [t for t in leaves if t is not None], upstream(name).double())
@@ -108,8 +109,8 @@ def alone(tmp_path):
 @pytest.mark.parametrize(("batch", "packed"), [(1, False), (2, True)])
 def test_the_operators_say_what_they_do(alone, batch, packed):
     """Schema, fake and autograd; shapes and strides."""
-    spec = mixers.spec(1, 16, 16)
-    tensors, kernel = mixers.inputs(spec, batch, 20)[:7], made(spec)
+    spec = support.mixer_spec(1, 16, 16)
+    tensors, kernel = support.mixer_inputs(spec, batch, 20)[:7], made(spec)
     ids = torch.arange(20).div(7, rounding_mode="floor").int().repeat(batch, 1) if packed else None
     context = SegmentScan.of(alone, 20, torch.device("cpu"), ids, 4)
     masks, ranks = (context.ids, context.conv_ids, context.reads, context.between), (0, 1, alone.group)

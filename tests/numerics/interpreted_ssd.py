@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from llmtrain.kernels import tuning
+from llmtrain.kernels.operation import leaves
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, default_launch, ssd_forward
 from llmtrain.kernels.ssd.triton_launch import Launch
-from tests.support import scans
+from tests.support import kernels as support
 
 GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 
@@ -49,11 +51,10 @@ def small(
 
 
 def assert_agrees(spec: SSDSpec, batch: int, seq_len: int, with_state: bool, launch: Launch) -> None:
-    tensors = scans.inputs(spec, batch, seq_len, torch.float32, with_state)
-    ours, expected = scans.outcome(TritonSSD(spec, launch), tensors), scans.exact(spec, tensors)
-    for name, value in expected.items():
-        assert ours[name].dtype == torch.float32
-        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    tensors = support.scan_inputs(spec, batch, seq_len, torch.float32, with_state)
+    ours, expected = support.scan_outcome(TritonSSD(spec, launch), tensors), support.exact_scan(spec, tensors)
+    assert all(t.dtype == torch.float32 for t in ours.values())
+    support.assert_agrees([*ours.values()], [*expected.values()])
 
 
 FP32: Any = {"dtype": "float32"}
@@ -91,16 +92,14 @@ def test_agrees_with_the_reference(spec, batch, seq_len, with_state, launch, hal
 def test_wide_heads_are_split(head_dim, at_most, num_sms, halves):
     """Also where the most that a part may have does not divide the width; with documents, groups and states at both ends."""
     spec = SSDSpec(4, head_dim, 24, 2, 64, dt_limit=(0.05, 0.3), **FP32)
-    tensors = scans.inputs(spec, 2, 37, torch.float32, True)
-    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 11, 21])).expand(2, -1)
+    tensors = support.scan_inputs(spec, 2, 37, torch.float32, True)
+    ids = support.documents([5, 11, 21], 2)
     launch = replace(small(spec, halves=halves, num_sms=num_sms), split_headdim=at_most)
     assert head_dim // launch.head_parts(head_dim) <= at_most
-    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
-    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
-    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
-    for name, value in expected.items():
-        assert ours[name].shape == value.shape
-        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
+    kernel, reference = TritonSSD(spec, launch), ReferenceSSD(spec)
+    ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = support.scan_outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    support.assert_agrees([*ours.values()], [*expected.values()])
 
 
 def as_for_large_states(launch: Launch, **passing: Any) -> Launch:
@@ -125,16 +124,15 @@ def as_for_large_states(launch: Launch, **passing: Any) -> Launch:
 def test_launches_for_large_states(head_dim, d_state, halves, dtype):
     """Also where two programs of dB and dC have two parts of d_state each; with documents, groups and states at both ends."""
     spec = SSDSpec(4, head_dim, d_state, 2, 64, dtype=dtype)
-    tensors = scans.inputs(spec, 2, 37, getattr(torch, dtype), True)
-    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 11, 21])).expand(2, -1)
+    tensors = support.scan_inputs(spec, 2, 37, getattr(torch, dtype), True)
+    ids = support.documents([5, 11, 21], 2)
     launch = as_for_large_states(small(spec, halves=halves, num_sms=1000))
     launch = replace(launch, split_headdim=16, fp16_states=dtype == "float16")
-    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
-    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
-    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    kernel, reference = TritonSSD(spec, launch), ReferenceSSD(spec)
+    ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = support.scan_outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
     limit = 1e-4 if dtype == "float32" else 1e-3
-    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < limit}
-    assert not wrong
+    support.assert_scans_agree(ours, expected, limit)
 
 
 @pytest.mark.ci
@@ -172,14 +170,10 @@ def test_tiles_may_be_loaded_by_tma(seq_len, d_state, halves, num_sms):
 @pytest.mark.parametrize("num_sms", [1, 5, 1000])
 @both_tiles
 def test_agrees_with_the_reference_over_a_grid(seq_len, head_dim, d_state, groups, with_state, num_sms, halves):
-    """Tensor by tensor: where a decay is strong (-144 for a unit of time here), single elements cancel, and PyTorch in fp32 is
-    off by 4e-4 too.
-    """
     spec = SSDSpec(4, head_dim, d_state, groups, 64, **FP32)
-    tensors = scans.inputs(spec, 2 if seq_len < 64 else 1, seq_len, torch.float32, with_state)
-    ours = scans.outcome(TritonSSD(spec, small(spec, halves=halves, num_sms=num_sms)), tensors)
-    wrong = {name: error for name, error in scans.errors(ours, scans.exact(spec, tensors)).items() if not error < 1e-4}
-    assert not wrong
+    tensors = support.scan_inputs(spec, 2 if seq_len < 64 else 1, seq_len, torch.float32, with_state)
+    ours = support.scan_outcome(TritonSSD(spec, small(spec, halves=halves, num_sms=num_sms)), tensors)
+    support.assert_scans_agree(ours, support.exact_scan(spec, tensors), 1e-4)
 
 
 @pytest.mark.slow
@@ -204,8 +198,8 @@ def test_the_tables_agree_with_the_reference(arch):
 @pytest.mark.parametrize("d_state", [16, 70])
 def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_state):
     spec = SSDSpec(2, 16, d_state, 1, 64, **FP32)
-    tensors = scans.inputs(spec, 1, sum(lengths), torch.float32, True)
-    ids = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], 1)
+    tensors = support.scan_inputs(spec, 1, sum(lengths), torch.float32, True)
+    ids = support.documents(lengths)
     kernel = TritonSSD(spec, small(spec, halves=halves, num_sms=num_sms))
 
     def apart(x, dt, A, B, C, D, dt_bias, state):
@@ -213,15 +207,14 @@ def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_
         pieces = zip(*(t.split(lengths, 1) for t in (x, dt, B, C)), strict=True)
         ys = []
         for x_, dt_, B_, C_ in pieces:
-            y, state = scans.ReferenceSSD(spec)(x_, dt_, A, B_, C_, D, dt_bias, state)
+            y, state = ReferenceSSD(spec)(x_, dt_, A, B_, C_, D, dt_bias, state)
             ys.append(y)
             last, state = state, None
         return torch.cat(ys, 1), last
 
-    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
-    expected = scans.outcome(apart, tensors, wide=True)
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name].double(), value, atol=1e-4, rtol=1e-4)
+    ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = support.scan_outcome(apart, tensors, wide=True)
+    support.assert_agrees([*ours.values()], [*expected.values()])
 
 
 FP16_STATES = list(itertools.product([False, True], [16, 64], [0.0, 5.0], [(24, 1), (24, 1000), (70, 1), (70, 1000)]))
@@ -246,16 +239,15 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, sizes):
     """From fp16, whose own rounding of a gradient is 2.8e-4. x in sequences of very different size, and a state to begin with."""
     d_state, num_sms = sizes
     spec = SSDSpec(4, 40, d_state, 2, 64, dtype="float16")
-    tensors = scans.inputs(spec, 2, 70, torch.float16, with_state=True)
+    tensors = support.scan_inputs(spec, 2, 70, torch.float16, with_state=True)
     tensors[0] = tensors[0] * torch.tensor([1e-3, 1e2]).half().view(2, 1, 1, 1)
     tensors[6] = tensors[6] + longer
     launch = small(spec, halves=halves, num_sms=num_sms)
     launch = replace(
         launch, fp16_states=True, state_passing_bwd=replace(launch.state_passing_bwd, block_headdim=columns)
     )
-    ours, expected = scans.outcome(TritonSSD(spec, launch), tensors), scans.exact(spec, tensors)
-    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-3}
-    assert not wrong
+    ours, expected = support.scan_outcome(TritonSSD(spec, launch), tensors), support.exact_scan(spec, tensors)
+    support.assert_scans_agree(ours, expected, 1e-3)
 
 
 @pytest.mark.ci
@@ -264,16 +256,15 @@ def test_states_in_fp16_with_powers_of_two(halves, columns, longer, sizes):
 def test_documents_with_states_in_fp16(halves, limits, use_tma):
     """As the measured rows run: borders inside chunks, two in one, and at a chunk's end; every gradient."""
     spec = SSDSpec(4, 40, 24, 2, 64, dt_limit=limits, dtype="float16")
-    tensors = scans.inputs(spec, 1, 64, torch.float16, with_state=True)
-    ids = torch.repeat_interleave(torch.arange(5), torch.tensor([5, 1, 26, 11, 21]))[None]
+    tensors = support.scan_inputs(spec, 1, 64, torch.float16, with_state=True)
+    ids = support.documents([5, 1, 26, 11, 21])
     launch = replace(small(spec, halves=halves), fp16_states=True)
     for name in ("sequential_scan", "intra_chunk_bwd", "inter_chunk_bwd") if use_tma else ():
         launch = replace(launch, **{name: replace(getattr(launch, name), use_tma=True, num_stages=2)})
-    kernel, reference = TritonSSD(spec, launch), scans.ReferenceSSD(spec)
-    ours = scans.outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
-    expected = scans.outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
-    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-3}
-    assert not wrong
+    kernel, reference = TritonSSD(spec, launch), ReferenceSSD(spec)
+    ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
+    expected = support.scan_outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
+    support.assert_scans_agree(ours, expected, 1e-3)
 
 
 @pytest.mark.parametrize("rate, bias", [(-50.0, 3.0), (-1e-6, -3.0), (-1e-30, 60.0), (-16.0, 60.0)])
@@ -281,28 +272,21 @@ def test_documents_with_states_in_fp16(halves, limits, use_tma):
 def test_strong_decay_and_none_are_finite_and_right(rate, bias, halves):
     """Above the diagonal a decay would overflow; where all decays, so does 2^a from the start of the chunk to 0."""
     spec = SSDSpec(1, 16, 16, 1, 64, **FP32)
-    tensors = scans.inputs(spec, 1, 40, torch.float32, True)
+    tensors = support.scan_inputs(spec, 1, 40, torch.float32, True)
     tensors[2], tensors[6] = torch.full((1,), rate), torch.full((1,), bias)
     kernel = TritonSSD(spec, small(spec, halves=halves))
-    ours, expected = scans.outcome(kernel, tensors), scans.exact(spec, tensors)
-    wrong = {name: error for name, error in scans.errors(ours, expected).items() if not error < 1e-4}
-    assert not wrong
+    ours, expected = support.scan_outcome(kernel, tensors), support.exact_scan(spec, tensors)
+    support.assert_scans_agree(ours, expected, 1e-4)
 
 
 @both_tiles
 def test_the_operator_is_whole(halves):
     """Schema, fake, autograd and compilation without a graph break, with and without what is optional."""
     spec = SSDSpec(2, 16, 16, 1, 64, **FP32)
-    tensors = scans.inputs(spec, 1, 20, torch.float32, True)
+    tensors = support.scan_inputs(spec, 1, 20, torch.float32, True)
     launch = small(spec, halves=halves)
     ids = torch.zeros(1, 20, dtype=torch.int32)
     for state, documents in ((tensors[7], None), (None, ids)):
-        arguments = [t.detach().requires_grad_() for t in tensors[:7]]
-        state = None if state is None else state.detach().requires_grad_()
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ssd_forward, (*arguments, state, documents, None, 0.5, launch.dump()), test_utils=checks)
-
-    compiled = torch.compile(TritonSSD(spec, launch).__call__, fullgraph=True, backend="aot_eager")
-    ours, eager = scans.outcome(compiled, tensors), scans.outcome(TritonSSD(spec, launch), tensors)
-    for name, value in eager.items():
-        torch.testing.assert_close(ours[name], value, atol=0, rtol=0)
+        given = leaves([*tensors[:7], state])
+        support.assert_whole(ssd_forward, (*given, documents, None, 0.5, launch.dump()))
+    support.assert_compiles(TritonSSD(spec, launch), tensors)

@@ -2,15 +2,17 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.step import gated_delta_step
+from llmtrain.kernels.operation import operation, wide
+from tests.support import kernels as support
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261123"))
 BATCH, H, K, V = 2, 4, 5, 6
@@ -39,31 +41,9 @@ def recurrence(q, k, v, log_decay, beta, state=None) -> tuple[Tensor, Tensor]:
 def inputs(
     spec: GatedDeltaSpec, seq_len: int, with_state: bool, seed: int = 0, most: float = 1.0, batch: int = BATCH
 ) -> list[Tensor]:
-    """Keys of length 1, beta in (0, most), in float64."""
-    g = torch.Generator().manual_seed(1000 * seed + seq_len)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(batch, *shape, generator=g, dtype=torch.float64)
-
-    keys = (seq_len, spec.n_key_heads, spec.key_head_dim)
-    tensors = [
-        draw(*keys),
-        F.normalize(draw(*keys), dim=-1),
-        draw(seq_len, spec.n_heads, spec.value_head_dim),
-        -F.softplus(draw(seq_len, spec.n_heads) - 2),
-        most * draw(seq_len, spec.n_heads).sigmoid(),
-    ]
-    if with_state:
-        tensors.append(draw(spec.n_heads, spec.key_head_dim, spec.value_head_dim))
-    return [t.requires_grad_() for t in tensors]
-
-
-def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
-    """y, the final state, and every gradient of a random projection of both."""
-    y, state = function(*tensors)
-    g = torch.Generator().manual_seed(3)
-    parts = [(t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state)]
-    return [y.detach(), state.detach(), *torch.autograd.grad(torch.stack(parts).sum(), tensors)]
+    """Leaves in float64."""
+    rule, options = operation("gated_delta"), {"most": most, "state": with_state}
+    return wide(rule.inputs(replace(spec, dtype="float64"), batch, seq_len, "cpu", 1000 * seed + seq_len, **options)[0])
 
 
 def assert_equal(ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
@@ -91,7 +71,7 @@ CASES = {
 @pytest.mark.parametrize("most", [1.0, 2.0], ids=["", "negative eigenvalues"])
 def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, most):
     tensors = inputs(spec, seq_len, with_state, most=most)
-    assert_equal(outcome(kernel_of(spec), tensors), outcome(recurrence, tensors))
+    assert_equal(support.outcome(kernel_of(spec), tensors), support.outcome(recurrence, tensors))
 
 
 @pytest.mark.parametrize("case", range(20))
@@ -102,14 +82,14 @@ def test_random_shapes(case):
         key_heads * rng.randint(1, 3), key_heads, rng.randint(1, 9), rng.randint(1, 9), chunk_size=rng.randint(1, 20)
     )
     tensors = inputs(spec, rng.randint(1, 50), rng.random() < 0.5, case, rng.choice([1.0, 2.0]), rng.randint(1, 3))
-    assert_equal(outcome(kernel_of(spec), tensors), outcome(recurrence, tensors))
+    assert_equal(support.outcome(kernel_of(spec), tensors), support.outcome(recurrence, tensors))
 
 
 def test_fp32_is_as_close_as_it_can_be():
     spec = GatedDeltaSpec(H, 2, K, V, "float32")
     exact = inputs(spec, 150, True)
-    ours = outcome(kernel_of(spec), [t.detach().float().requires_grad_() for t in exact])
-    assert_equal(ours, outcome(recurrence, exact), 5e-5)
+    ours = support.outcome(kernel_of(spec), [t.detach().float().requires_grad_() for t in exact])
+    assert_equal(ours, support.outcome(recurrence, exact), 5e-5)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 13, 29])
@@ -124,7 +104,7 @@ def test_the_state_continues_a_sequence(cut):
         second, state = kernel(*(t[:, cut:] for t in tokens), state)
         return torch.cat([first, second], 1), state
 
-    assert_equal(outcome(in_two, tensors), outcome(kernel, tensors))
+    assert_equal(support.outcome(in_two, tensors), support.outcome(kernel, tensors))
 
 
 @pytest.mark.parametrize("lengths", [(30,), (8, 8, 14), (5, 1, 17, 7), (1,) * 30], ids=str)
@@ -144,7 +124,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
         return torch.cat(ys, 1), final
 
     kernel = kernel_of(spec)
-    assert_equal(outcome(lambda *t: kernel(*t, document_ids=ids), tensors), outcome(apart, tensors))
+    assert_equal(support.outcome(lambda *t: kernel(*t, document_ids=ids), tensors), support.outcome(apart, tensors))
 
 
 def test_rows_have_their_own_documents():
@@ -162,7 +142,7 @@ def test_strong_decay_gives_finite_gradients():
     spec = GatedDeltaSpec(H, 2, K, V, "float32")
     tensors = [t.detach().float() for t in inputs(spec, 100, True)]
     tensors[3] = torch.full_like(tensors[3], -50.0)
-    results = outcome(kernel_of(spec), [t.requires_grad_() for t in tensors])
+    results = support.outcome(kernel_of(spec), [t.requires_grad_() for t in tensors])
     assert all(torch.isfinite(t).all() for t in results)
     assert all(t.abs().max() < 1e3 for t in results)
 

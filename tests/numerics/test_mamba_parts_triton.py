@@ -28,7 +28,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary import triton as rotary
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.row_tiles import fitted
-from tests.support import mixers
+from tests.support import kernels as support
 from tests.support.interpreter import run_interpreted
 from tests.support.live_bytes import launches, peak_mib
 
@@ -87,12 +87,12 @@ def test_small_problems_get_short_runs_and_narrow_tiles():
 
 
 H200 = Platform("nvidia", "sm90", "", 1 << 36, 132)
-ZAMBA = mixers.spec(80, 64, 128, dtype=torch.bfloat16)
+ZAMBA = support.mixer_spec(80, 64, 128, dtype=torch.bfloat16)
 
 
 def whole_mixer(spec: MambaMixerSpec, seq_len: int, keep: mixer.Keep = "all") -> Callable[[], Any]:
     """Forward and backward of 16,384 tokens, as launched on an H200, of tensors without memory."""
-    token, *rest = mixers.inputs(spec, 1, 1, device="meta")[:7]
+    token, *rest = support.mixer_inputs(spec, 1, 1, device="meta")[:7]
     tensors = [token.new_empty(16384 // seq_len, seq_len, token.shape[2]), *rest]
     options = replace(mixer.default_launch(spec, H200), keep=keep).dump()
 
@@ -119,7 +119,7 @@ docs/kernels.md."""
 @pytest.mark.parametrize("shape", PEAKS)
 def test_a_mixers_forward_and_backward_take_no_more_memory_than_public_kernels(shape, keep, seq_len):
     public, ours = PEAKS[shape]
-    found = round(peak_mib(whole_mixer(mixers.spec(*shape, dtype=torch.bfloat16), seq_len, keep)))
+    found = round(peak_mib(whole_mixer(support.mixer_spec(*shape, dtype=torch.bfloat16), seq_len, keep)))
     assert found == ours[keep]
     assert found <= public
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.ssd.spec import SSDSpec
+from tests.support import kernels as support
 
 BATCH, H, P, N = 2, 4, 8, 5
 
@@ -27,32 +28,7 @@ def recurrence(spec: SSDSpec, x, dt, A, B, C, D, dt_bias, state=None) -> tuple[T
 
 
 def inputs(spec: SSDSpec, seq_len: int, dtype: torch.dtype, with_state: bool) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seq_len)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = [
-        draw(BATCH, seq_len, H, P),
-        draw(BATCH, seq_len, H),
-        -draw(H).exp(),
-        draw(BATCH, seq_len, spec.n_groups, N),
-        draw(BATCH, seq_len, spec.n_groups, N),
-        draw(H),
-        draw(H),
-    ]
-    if with_state:
-        tensors.append(draw(BATCH, H, P, N))
-    return [t.to(dtype).requires_grad_() for t in tensors]
-
-
-def outcome(function, tensors: list[Tensor]) -> list[Tensor]:
-    """y, the final state, and every gradient of a random projection of both."""
-    y, state = function(*tensors)
-    g = torch.Generator().manual_seed(3)
-    parts = [(t * torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype)).sum() for t in (y, state)]
-    loss = torch.stack(parts).sum()
-    return [y.detach(), state.detach(), *torch.autograd.grad(loss, tensors)]
+    return [t.to(dtype).requires_grad_() for t in support.scan_inputs(spec, BATCH, seq_len, torch.float64, with_state)]
 
 
 CASES = {
@@ -72,8 +48,8 @@ CASES = {
 def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, dtype, tolerance):
     kernel = registry.resolve("ssd", "auto", spec, platform.cpu()).build(spec, platform.cpu())
     exact = inputs(spec, seq_len, torch.float64, with_state)
-    expected = outcome(lambda *t: recurrence(spec, *t), exact)
-    ours = outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
+    expected = support.outcome(lambda *t: recurrence(spec, *t), exact)
+    ours = support.outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
@@ -107,7 +83,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
             ys.append(y)
         return torch.cat(ys, 1), final
 
-    ours, expected = outcome(lambda *t: kernel(*t, document_ids=ids), tensors), outcome(apart, tensors)
+    ours, expected = support.outcome(lambda *t: kernel(*t, document_ids=ids), tensors), support.outcome(apart, tensors)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
@@ -118,7 +94,7 @@ def test_strong_decay_gives_finite_gradients():
     kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
     tensors = inputs(spec, 100, torch.float32, False)
     tensors[2] = torch.full((H,), -50.0, requires_grad=True)
-    results = outcome(kernel, tensors)
+    results = support.outcome(kernel, tensors)
     assert all(torch.isfinite(t).all() for t in results)
     assert results[4].abs().max() < 1e3
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.attention.documents import documents
-from llmtrain.kernels.attention.spec import alibi_slopes
+from llmtrain.kernels.attention.spec import AttentionSpec, alibi_slopes
 from llmtrain.kernels.attention.triton import attend
+from llmtrain.kernels.operation import leaves
+from tests.support import kernels
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,8 @@ CASES = {
 
 def inputs(case: Case, batch: int, seq_len: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """q, k, v as slices of one fused projection, each in need of a gradient."""
-    g = torch.Generator().manual_seed(seq_len)
-    heads = (case.n_heads, case.n_kv_heads, case.n_kv_heads)
-    fused = torch.randn(batch, seq_len, sum(heads) * case.head_dim, generator=g, dtype=torch.float64).to(device, dtype)
-    slices = fused.split([h * case.head_dim for h in heads], dim=-1)
-    return [t.unflatten(-1, (h, case.head_dim)).detach().requires_grad_() for t, h in zip(slices, heads, strict=True)]
+    spec = AttentionSpec(case.n_heads, case.n_kv_heads, case.head_dim, case.scale, dtype=kernels.named(dtype))
+    return leaves(kernels.inputs("attention", spec, batch, seq_len, device))
 
 
 def upstream(out: Tensor, lse: Tensor) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""`llmtrain doctor` tells of a wrong file of the user's on any machine."""
+"""`llmtrain doctor` reports a wrong file of the user's on any machine."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "said"),
     [("sm90.yaml", "sm90.yaml"), ("sm90.attention.csv", "sm90.attention.csv, line 2: ")],
 )
-def test_a_wrong_file_is_told_where_it_would_be_read_and_without_a_gpu(folder: Path, name: str, said: str):
+def test_rejects_a_wrong_file_where_it_would_be_read_and_without_a_gpu(folder: Path, name: str, said: str):
     check(CPU)
     (folder / name).write_text("backend,window\ngarbage,row\n")
     tuning.forget()
@@ -41,7 +42,28 @@ def test_a_wrong_file_is_told_where_it_would_be_read_and_without_a_gpu(folder: P
             check(where)
 
 
-def test_a_named_file_that_is_missing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"backend,window\n\xff\xfe", "cannot read the measured attention .*utf-8"),
+        (b"a,b\n" + b"x" * 200_000, "cannot read the measured attention .*field larger than field limit"),
+        (b"#" * (4 << 20) + b"#", "longer than 4,194,304 bytes"),
+        (b"backend,window\na,1,2\n", "line 2: more values than the first line has names"),
+        (None, "not a regular file"),
+    ],
+    ids=["bytes", "a long field", "a long file", "more values", "a pipe"],
+)
+def test_rejects_measured_attention_that_is_no_table(folder: Path, content: bytes | None, said: str):
+    file = folder / "sm90.attention.csv"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        check(H200)
+
+
+def test_rejects_a_named_file_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LLMTRAIN_TUNING", str(folder / "none.yaml"))
     with pytest.raises(UserError, match=r"none\.yaml, which does not exist"):
         check(CPU)

@@ -72,17 +72,12 @@ def _attention(title: str, spec: AttentionSpec, slots: int, batch: int) -> None:
 
 
 def _ssd(title: str, spec: SSDSpec, batch: int) -> None:
-    import torch
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda")
+    from llmtrain.kernels.operation import operation
 
     moved = 2 * 4 * batch * spec.n_heads * spec.head_dim * spec.d_state
-    x, dt = random(batch, spec.n_heads, spec.head_dim).bfloat16(), random(batch, spec.n_heads).bfloat16()
-    B, C = (random(batch, spec.n_groups, spec.d_state).bfloat16() for _ in "BC")
-    A, D, dt_bias = -random(spec.n_heads).exp(), random(spec.n_heads), random(spec.n_heads)
-    state = (batch, spec.n_heads, spec.head_dim, spec.d_state)
-    inputs = [(x, dt, A, B, C, D, dt_bias, random(*state)) for _ in range(_copies(moved))]
+    tensors, _ = operation("ssd").inputs(spec, batch, 1, "cuda", state=True)
+    *token, state = (t[:, 0] if t.ndim in (3, 4) and t.shape[1] == 1 else t for t in tensors)
+    inputs = [(*token, state.clone()) for _ in range(_copies(moved))]
     _compare(title, "ssd_step", spec, inputs, moved, {})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -34,6 +35,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.tuning_table import read_bounded
 
 DEFAULT_SEQ_LEN = 4096
 """Length that is assumed where a model is built for no certain one."""
@@ -192,11 +194,17 @@ def own_file(arch: str) -> Path:
 
 
 def read(file: Path) -> list[Row]:
-    """Rows of a file; none if it does not exist. Raises UserError for the first row that is wrong."""
+    """Rows of a file; none if it does not exist. Raises UserError for the first row that is wrong, and for a file that is no
+    table."""
     if not file.exists():
         return []
-    with file.open(newline="", encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_bounded(file).decode(), newline="")))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"cannot read the measured attention {file}: {error}; repair or remove the file") from None
+    if any(None in row for row in rows):
+        number = next(number for number, row in enumerate(rows, 2) if None in row)
+        raise UserError(f"{file}, line {number}: more values than the first line has names; repair or remove the file")
     try:
         return _ROWS.validate_python(rows)
     except ValidationError as error:

@@ -11,16 +11,17 @@ from composer.loggers import Logger
 from llmtrain.checkpoint.local import folder_name
 from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
+from llmtrain.data.loader.token_dataset import TokenDataset
 from llmtrain.errors import Preempted
 from llmtrain.train.faults.preemption import Preemption
-from llmtrain.train.faults.rewind import Rewind
+from llmtrain.train.faults.rewind import PassedOver, Rewind
 
 
 class Checkpointing(Callback):
     """Writes a checkpoint every `interval` steps, after step `also`, and after the last one, for which it waits.
 
-    After a SIGTERM or Ctrl-C it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails.
-    rewind: goes back before a step is saved.
+    After a SIGTERM or Ctrl-C it saves, waits, and raises Preempted. Raises SaveError when a save that is waited for fails. config:
+    as checkpoints hold it. fingerprint: of the training data. rewind: goes back before a step is saved.
     more_files: see RunState.
     """
 
@@ -29,15 +30,16 @@ class Checkpointing(Callback):
         saver: Saver,
         preemption: Preemption,
         config: dict[str, Any],
-        data_position: Callable[[State], dict[str, Any]],
+        fingerprint: Callable[[], str],
         interval: int,
+        passed: PassedOver,
         also: int | None = None,
         rewind: Rewind | None = None,
         more_files: Mapping[str, bytes] | None = None,
     ):
         self.saver, self.preemption, self.interval, self.also = saver, preemption, interval, also
         self.rewind, self.more_files = rewind, more_files or {}
-        self.config, self.data_position = config, data_position
+        self.config, self.fingerprint, self.passed = config, fingerprint, passed
         self.prepared = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -73,3 +75,11 @@ class Checkpointing(Callback):
                 more_files=self.more_files,
             )
         )
+
+    def data_position(self, state: State) -> dict[str, Any]:
+        """The position of a run in its data, at a step boundary: samples that were prefetched do not count."""
+        dataset = state._dataset_of(state.train_dataloader)
+        assert isinstance(dataset, TokenDataset)
+        position = dataset.state_dict(state.timestamp.sample_in_epoch.value, True)
+        found = {"position": position, "fingerprint": self.fingerprint()}
+        return found | ({"passed_over": [*self.passed]} if self.passed else {})

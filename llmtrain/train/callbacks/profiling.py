@@ -14,6 +14,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch.profiler import profile
 
+from llmtrain.config.held_folder import make_folder
 from llmtrain.distributed.world import World
 from llmtrain.logs import run_log
 from llmtrain.schema.training import Profile
@@ -63,7 +64,7 @@ class Profiling(StepRecorder):
         ranks = _gather(found, self.world)
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].working)
         if self.world.rank in (0, slowest):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             profiler.export_chrome_trace(str(folder / f"rank{self.world.rank}.trace.json.gz"))
             if self.config.memory and self.gpu:
                 torch.cuda.memory._dump_snapshot(str(folder / f"rank{self.world.rank}.memory.pickle"))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
-from llmtrain.kernels.platform import Platform
-from llmtrain.models.backends import chosen
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.backends import Chosen
 
 
-def require_same_kernels(config: ModelConfig, here: Platform, dtype: str, documents: bool, world: World) -> None:
+def require_same_kernels(kernels: Iterable[Chosen], world: World) -> None:
     """Raise UserError, on all ranks, if a block's backend is another on some node. Every rank calls this."""
     if world.size == world.local_size:
         return
-    own = [(one.block, one.kernel.operation, one.backend) for one in chosen(config, here, dtype, documents)]
+    own = [(one.block, one.kernel.operation, one.backend) for one in kernels]
     ranks: list[list[tuple[str, str, str | None]]] = [[] for _ in range(world.size)]
     dist.all_gather_object(ranks, own)
     for rank, theirs in enumerate(ranks):

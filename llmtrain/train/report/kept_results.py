@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.local import folder_name, step_of
+from llmtrain.config.held_folder import require_in_place
 from llmtrain.eval.report.results import DOCUMENTS, RESULTS, Report, write_results
 from llmtrain.logs import run_log
 
@@ -25,6 +26,7 @@ class KeptResults:
     def write(self, step: int, report: Report) -> None:
         folder = self.root / folder_name(step)
         try:
+            require_in_place(folder)
             write_results(report, folder, settings=self.settings, picture=False)
             for old in self._older(step):
                 if (old / RESULTS).is_file():  # or it is none of ours

@@ -15,6 +15,7 @@ from composer.utils import dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llmtrain.config.held_folder import make_folder, require_in_place
 from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.schema.wandb import go_offline_without_key
@@ -34,7 +35,7 @@ class JSONLLogger(StepLogger):
         self.path, self.place = path, str(path)
 
     def open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         line = json.dumps({"step": step, **metrics}).encode() + b"\n"
@@ -61,6 +62,7 @@ class TensorBoardLogger(StepLogger):
     def open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        require_in_place(self.folder)
         self.writer = SummaryWriter(str(self.folder))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -92,7 +94,7 @@ class WandbLogger(StepLogger):
         options = self.config.logging.wandb
         assert options is not None
         go_offline_without_key()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.run = wandb.init(
             project=options.project,
             entity=options.entity,
@@ -191,8 +193,9 @@ class ProgressLogger(LoggerDestination):
         parts = []
         if TRAINING_LOSS in self.metrics:
             parts.append(f"loss {self.metrics[TRAINING_LOSS]:.4f}")
-        if "loss/train/z" in self.metrics:
-            parts.append(f"z-loss {self.metrics['loss/train/z']:.4f}")
+        for name, value in self.metrics.items():
+            if name.startswith("loss/train/") and name not in (TRAINING_LOSS, "loss/train/total"):
+                parts.append(f"{name.rpartition('/')[2]}-loss {value:.4f}")
         if "throughput/tokens_per_second" in self.metrics:
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:

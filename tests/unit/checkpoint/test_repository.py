@@ -162,3 +162,34 @@ def test_a_checkpoint_of_another_format_is_not_judged(tmp_path):
     for step in (2, 3):
         make(tmp_path, step)
     assert steps_after(tmp_path, Retention(last=1)) == [1, 3]
+
+
+def test_reads_the_newest_that_stays_where_a_run_deletes_what_is_read(tmp_path):
+    make(tmp_path, 1)
+    seen = []
+
+    def read(folder: Path, manifest: manifests.Manifest) -> int:
+        seen.append(manifest.step)
+        if manifest.step < 3:  # the run saves, and keeps one
+            make(tmp_path, manifest.step + 1)
+            Repository(tmp_path).prune(Retention(last=1))
+        (folder / "manifest.json").read_bytes()
+        return manifest.step
+
+    assert Repository(tmp_path).read(read) == 3
+    assert seen == [1, 2, 3]
+
+
+def test_an_error_of_a_checkpoint_that_is_there_is_raised_at_once(tmp_path):
+    folder, calls = make(tmp_path, 1), []
+
+    def fail(folder: Path, manifest: manifests.Manifest) -> None:
+        calls.append(folder)
+        raise CheckpointError("damaged")
+
+    for place in (tmp_path, folder):
+        with pytest.raises(CheckpointError, match="damaged"):
+            Repository(place).read(fail)
+    assert len(calls) == 2
+    with pytest.raises(FileNotFoundError):  # the one that was named is not replaced by another
+        Repository(folder).read(lambda found, _: (shutil.rmtree(found), found.stat()))

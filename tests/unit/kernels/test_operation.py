@@ -1,11 +1,21 @@
 """Operations as tests, doctor, bench and tuning see them."""
 
+import argparse
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from llmtrain.bench.kernels import command
+from llmtrain.bench.kernels.measure import Ceilings, measure
+from llmtrain.doctor import report
+from llmtrain.kernels import operation as base
+from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention import operation as attention
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.operation import Shape, operations, run_both, wide
+from llmtrain.kernels.operation import Draw, Operation, Shape, Work, operations, run_both, wide
+from llmtrain.kernels.rotary.spec import RotarySpec
 
 
 @pytest.mark.parametrize(
@@ -53,3 +63,52 @@ def test_a_shape_survives_its_fields(one):
 
     for shape in (one.sized(), one.of_model(one.sized().spec, 2, 64, documents=True)):
         assert one.shape(json.loads(json.dumps(shape.fields()))) == shape
+
+
+class Scale(Operation):
+    """An operation of one's own: y = scale x."""
+
+    name, spec, leaves, tuned = "scale", RotarySpec, ("x", "scale"), False  # type: ignore[assignment]
+
+    def inputs(self, spec, batch, seq_len, device="cpu", seed=0, **options):
+        draw = Draw(device, spec.dtype, seed)
+        return [draw(batch, seq_len, spec.head_dim), draw.wide(spec.head_dim)], draw(batch, seq_len, spec.head_dim)
+
+    def work(self, shape):
+        return (Work(1.0, 1.0),) * 2
+
+    def label(self, shape):
+        return "small"
+
+    def shapes(self, tiny):
+        yield Shape(RotarySpec(8, "float32"), 2, 4)
+
+    def selftests(self, dtype):
+        yield "product", Shape(RotarySpec(8, dtype), 2, 4)
+
+
+def test_doctor_and_bench_take_a_new_operation_from_its_own_file_and_the_registry(monkeypatch):
+    """Its backends too: one is right, one wrong by a hundredth."""
+
+    def build(spec, platform, variant):
+        return lambda x, scale: ((1.01 if variant == "wrong" else 1.0) * x * scale).to(x.dtype)
+
+    folder = "llmtrain.kernels.scale"
+    monkeypatch.setitem(sys.modules, f"{folder}.reference", SimpleNamespace(build=build))
+    monkeypatch.setitem(sys.modules, f"{folder}.operation", SimpleNamespace(OPERATION=Scale()))
+    backends = tuple(registry.Backend(name, f"{folder}.reference") for name in ("reference", "ours:wrong"))
+    monkeypatch.setitem(registry._BACKENDS, "scale", backends)
+    monkeypatch.setitem(registry._PREFERENCE, "scale", lambda spec, platform: ("reference",))
+    monkeypatch.setattr(base, "NAMES", ("scale",))
+    found = report.findings(platform.cpu(), "float32", test=True)
+    assert [(one.operation, one.what, one.backend, one.chosen) for one in found] == [
+        ("scale", "product", "reference", True),
+        ("scale", "product", "ours:wrong", False),
+    ]
+    assert found[0].failed is None and found[1].failed == "error 1.0e-02, allowed 2e-04"
+    monkeypatch.setattr(command, "OPERATIONS", ("scale",))
+    request = argparse.Namespace(only=["scale"], quick=False, seq_len=None, match=None)
+    [cell] = command.chosen(request, tiny=True)
+    assert cell.label == "scale small T=4" and cell.names == ("y", "dx", "dscale")
+    right, wrong = measure(cell, cell.contenders(), Ceilings(1.0, 1.0), rep_ms=1.0)
+    assert right.error < 1e-6 < 5e-3 < wrong.error

@@ -1,0 +1,74 @@
+"""What a run measures beside its training loss: validation, as a whole and by stream, and tasks of eval.icl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from composer.core import Callback, Evaluator, State
+
+from llmtrain.config.base import Duration
+from llmtrain.data.loader.loaders import ValidationLoader, build_validation_loader
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
+from llmtrain.distributed.world import World
+from llmtrain.logs import run_log
+from llmtrain.train.build import Training
+from llmtrain.train.composer_model import data_spec
+
+
+class Validation:
+    """The validation data of a run, if it has any. streams: sample ids of each stream that gets a loss of its own: all, where there
+    are several."""
+
+    def __init__(self, training: Training, world: World):
+        config = training.config
+        self.training = training
+        self.size = config.eval.microbatch_size or config.train.least_microbatch
+        self.loader: ValidationLoader | None = build_validation_loader(
+            config.data,
+            global_batch_size=self.size * world.data_size,
+            max_samples=config.eval.max_samples,
+            vocab_size=config.model.vocab_size,
+            replication=world.replication,
+        )
+        self.streams: dict[str, range] = {}
+        if self.loader is not None and len(self.loader.dataset.streams) > 1:
+            unused = self.loader.dataset.unused
+            if unused:
+                names = ", ".join(unused)
+                run_log.info(
+                    f"WARNING: no sample of validation stream {names} is among eval.max_samples {config.eval.max_samples}"
+                )
+            self.streams = {name: ids for name, ids in self.loader.dataset.streams.items() if name not in unused}
+
+    def evaluators(self) -> list[Evaluator]:
+        if self.loader is None:
+            return []
+        of, ranks = self.training, self.training.model.hybrid.ranks
+        spec = data_spec(self.loader, of.objective, of.segments, ranks)
+        return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=self.size)]
+
+
+def final_metric(state: State, name: str) -> float | None:
+    """A metric of the last validation; None where there was none, or it is not finite."""
+    metric = state.eval_metrics.get("validation", {}).get(name)
+    value = float(metric.compute()) if metric is not None and metric.update_called else math.nan
+    return value if math.isfinite(value) else None
+
+
+def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], int]) -> list[Callback]:
+    """The callback of eval.icl, if there is one."""
+    config = training.config
+    icl = config.eval.icl
+    if icl is None:
+        return []
+    from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
+    from llmtrain.eval.run_config import load_eval_run
+    from llmtrain.train.callbacks.evaluation import Evaluation
+    from llmtrain.train.report.kept_results import KeptResults
+
+    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
+    run = load_eval_run(icl.file, needs_models=False)
+    kept = KeptResults(Path(config.run_dir), run.model_dump(mode="json"), icl.keep_answers)
+    return [Evaluation(run, training.model, tokenizer, world, steps(icl.interval), config.name, kept)]
