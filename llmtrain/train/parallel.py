@@ -54,7 +54,7 @@ def parallelize(
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if ranks is not None:
         model.hybrid.split(ranks)
-        overlap_products(ranks, config, world, model.hybrid.platform)
+        ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
     if config.float8 is not None:
         float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
     if segments is not None:
