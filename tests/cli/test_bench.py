@@ -118,7 +118,7 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
         (["tune"], "bench tune times kernels on a GPU, and this machine has none"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_compiled(capsys, words, told):
+def test_rejects_what_is_wrong_before_anything_is_compiled(capsys, words, told):
     status, _, err = run(capsys, "bench", *words)
     assert status == 2
     assert told in err
@@ -199,7 +199,7 @@ SIZE = "a size is a whole number above 0, at most 4194304"
         ("kernels --only norm --compile-seconds nan", "--compile-seconds nan: expected at least 0"),
     ],
 )
-def test_what_no_kernel_can_have_is_told_in_one_line(capsys, monkeypatch, tmp_path, words, told):
+def test_rejects_in_one_line_what_no_kernel_can_have(capsys, monkeypatch, tmp_path, words, told):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "bench", *words.split())
     assert status == 2 and out == "" and err.count("\n") == 1
@@ -207,7 +207,7 @@ def test_what_no_kernel_can_have_is_told_in_one_line(capsys, monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_variants_of_attention_are_told_as_help_lists_them(capsys):
+def test_rejects_an_unknown_variant_and_names_those_that_help_lists(capsys):
     _, _, err = run(capsys, "bench", "tune", "--variant", "foo")
     told = err.strip().partition("; there is ")[2].split(", ")
     with pytest.raises(SystemExit):
@@ -225,7 +225,7 @@ def test_variants_of_attention_are_told_as_help_lists_them(capsys):
 
 @pytest.mark.parametrize("words", ["kernels --only norm", "train SWEEP"])
 @pytest.mark.parametrize("place", ["file", "/proc/x"])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path, words, place):
+def test_rejects_a_folder_that_cannot_be_written_before_anything_runs(capsys, tmp_path, words, place):
     write_sweep(tmp_path, {"precisions": ["fp32"]})
     (tmp_path / "file").touch()
     out = str(tmp_path / place)
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, tm
     assert err.startswith(f"--out {out}: ") and err.endswith("; choose another\n") and err.count("\n") == 1
 
 
-def test_a_place_for_rows_that_cannot_be_written_is_told_before_anything_runs(capsys, tmp_path):
+def test_rejects_a_place_for_rows_that_cannot_be_written_before_anything_runs(capsys, tmp_path):
     for out, told in (
         (tmp_path, f"{tmp_path} is a folder, where rows need a file; name one, such as --out {tmp_path}/tuning.yaml\n"),
         ("/proc/x.yaml", "no row can be written to /proc/x.yaml: /proc cannot be written to"),

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from tests.support import kernels as support
 
 B, T, CHANNELS = 2, 11, 6
 
@@ -24,28 +25,17 @@ def definition(x, weight, bias):
 def test_backends_follow_the_definition(name, width, biased):
     spec = Conv1dSpec(CHANNELS, width)
     kernel = registry.resolve("conv1d", name, spec, platform.cpu()).build(spec, platform.cpu())
-    g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(s, generator=g, dtype=torch.float64) for s in [(B, T, CHANNELS), (CHANNELS, width)]]
-    if biased:
-        tensors.append(torch.randn(CHANNELS, generator=g, dtype=torch.float64))
-    upstream = torch.randn(B, T, CHANNELS, generator=g, dtype=torch.float64)
-
-    def outcome(function, dtype):
-        ins = [t.to(dtype).requires_grad_() for t in tensors]
-        y = function(*ins, *([] if biased else [None]))
-        return [y.detach(), *torch.autograd.grad(y, ins, upstream.to(dtype))]
-
-    for a, b in zip(outcome(kernel, torch.float32), outcome(definition, torch.float64), strict=True):
-        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+    tensors = support.conv_inputs(B, T, CHANNELS, width, biased, torch.float64)
+    found = support.outcome(kernel, tensors, torch.float32)
+    support.assert_agrees(found, support.outcome(definition, tensors), 1e-5)
 
 
 def test_taps_do_not_reach_into_another_document():
     kernel = registry.resolve("conv1d", "reference", Conv1dSpec(CHANNELS, 4), platform.cpu()).build(
         Conv1dSpec(CHANNELS, 4), platform.cpu()
     )
-    g = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(s, generator=g, dtype=torch.float64) for s in [(B, T, CHANNELS), (CHANNELS, 4)])
+    x, weight, _ = support.conv_inputs(B, T, CHANNELS, 4, False, torch.float64)
     lengths = (5, 1, 2, 3)
-    ids = torch.cat([torch.full((B, n), i) for i, n in enumerate(lengths)], 1)
+    ids = support.documents(lengths, B)
     expected = torch.cat([kernel(piece, weight, None) for piece in x.split(lengths, 1)], 1)
     torch.testing.assert_close(kernel(x, weight, None, ids), expected)

@@ -121,7 +121,7 @@ def test_rows_do_not_go_into_the_table_of_another_architecture():
         (["--out", str(tuning.FOLDER)], "is a folder, where rows need a file"),
     ],
 )
-def test_a_file_that_cannot_hold_the_rows_is_told_before_the_search(monkeypatch, words, told):
+def test_rejects_a_file_that_cannot_hold_the_rows_before_the_search(monkeypatch, words, told):
     monkeypatch.setattr(command.platform, "detect", lambda: H200)
     monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
     parser = argparse.ArgumentParser()

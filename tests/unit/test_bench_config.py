@@ -184,7 +184,7 @@ def test_a_file_goes_with_no_shape_of_its_own(own, words):
         config_command.run(arguments("llama3-8b", *words), load_config("llama3-8b"))
 
 
-def test_a_file_that_cannot_be_written_is_told_before_any_search(own, monkeypatch, tmp_path):
+def test_rejects_a_file_that_cannot_be_written_before_any_search(own, monkeypatch, tmp_path):
     monkeypatch.setattr(config_command.command, "tuned", lambda *_: pytest.fail("a search began"))
     with pytest.raises(UserError, match="is a folder, where rows need a file"):
         config_command.run(arguments("llama3-8b", "--out", str(tmp_path)), load_config("llama3-8b"))

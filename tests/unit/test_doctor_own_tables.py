@@ -1,4 +1,4 @@
-"""`llmtrain doctor` tells of a wrong file of the user's on any machine."""
+"""`llmtrain doctor` reports a wrong file of the user's on any machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "said"),
     [("sm90.yaml", "sm90.yaml"), ("sm90.attention.csv", "sm90.attention.csv, line 2: ")],
 )
-def test_a_wrong_file_is_told_where_it_would_be_read_and_without_a_gpu(folder: Path, name: str, said: str):
+def test_rejects_a_wrong_file_where_it_would_be_read_and_without_a_gpu(folder: Path, name: str, said: str):
     check(CPU)
     (folder / name).write_text("backend,window\ngarbage,row\n")
     tuning.forget()
@@ -63,7 +63,7 @@ def test_rejects_measured_attention_that_is_no_table(folder: Path, content: byte
         check(H200)
 
 
-def test_a_named_file_that_is_missing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rejects_a_named_file_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LLMTRAIN_TUNING", str(folder / "none.yaml"))
     with pytest.raises(UserError, match=r"none\.yaml, which does not exist"):
         check(CPU)

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmtrain.flops.peaks import Device, find_device
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.plan.scaling import cluster, curve
 from llmtrain.schema.config import Config
@@ -49,4 +49,4 @@ def memory(run: Result) -> float | None:
 def described(run: Result) -> tuple[Config, ParameterSizes]:
     file = min(Path("yamls").glob(f"*/{run['model']}.yaml"))  # bench/ before pretrain/
     config = load_config(file, run["key"]["settings"], world_size=run["gpus"])
-    return config, parameter_sizes(meta_model(config.model), float8=config.train.float8)
+    return config, parameter_sizes(config)

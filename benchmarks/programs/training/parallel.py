@@ -117,11 +117,11 @@ def steps_of(
     import torch
 
     from llmtrain.models.hybrid import HybridLM
-    from llmtrain.plan.describe import meta_model, parameter_sizes
+    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.memory import estimate_memory
     from llmtrain.train.callbacks.throughput import token_cost
 
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+    sizes = parameter_sizes(config)
     of_length = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": length})})
     with torch.device("meta"):
         cost = token_cost(HybridLM(config.model), config.train, length, made.device)

@@ -168,9 +168,7 @@ def _check_index(index: Index, path: str, stream: StreamConfig, seq_len: int) ->
             "first; copy them here, or give remote",
         )
     if stream.remote is None and not os.access(index.folder, os.W_OK) and any(_needs_unpacking(index)):
-        yield Problem(
-            path, stream.local, f"{index.folder} must be writable: StreamingDataset decompresses shards there"
-        )
+        yield Problem(path, stream.local, f"{index.folder} must be writable: shards are unpacked there")
 
 
 def _missing_shards(index: Index) -> list[str]:

@@ -26,6 +26,8 @@ _OWN = ("samples", "raw_data", "zip_data")
 """What differs from shard to shard; the rest of an entry is the same for many."""
 _LARGE = 1 << 20
 """Bytes of an index.json from which on its table is shared."""
+_PATIENCE = 60.0
+"""Seconds to wait for another process that makes a table."""
 _NUMBERS = ("samples", "kind", "raw_bytes", "zip_bytes", "raw_end", "zip_end")
 
 
@@ -132,9 +134,11 @@ def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]
     file = folder / f"{digest}.v{_VERSION}"
     with contextlib.suppress(OSError, ValueError):
         return _mapped(file)
-    from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
+    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
 
-    with FileLock(folder / "lock"):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(Timeout):  # at worst the table is made twice
+            stack.enter_context(FileLock(folder / "lock", timeout=_PATIENCE))
         with contextlib.suppress(OSError, ValueError):
             return _mapped(file)
         content = ShardTable.build(read(index), digest)

@@ -364,10 +364,10 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
         tuning_table.load(file, "sm90")
     lines = str(caught.value).splitlines()
     assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3)]
-    assert "'num_warps' is missing" not in str(caught.value)  # its old name is there, and told
+    assert "'num_warps' is missing" not in str(caught.value)  # its old name is there, and reported
 
 
-def test_a_tables_old_names_of_a_scans_parameters_are_told(tmp_path):
+def test_rejects_old_names_of_a_scans_parameters_with_the_new_ones(tmp_path):
     """Nested ones too: a user's row from before the names changed."""
     old = {
         "chunk": 64,
@@ -483,7 +483,7 @@ def test_reads_anchors_and_aliases(tmp_path):
         ("arch: 2026-99-99", "month must be in 1..12"),
     ],
 )
-def test_what_is_no_yaml_is_told_in_one_line_with_its_place(tmp_path, text, words):
+def test_rejects_what_is_no_yaml_in_one_line_with_its_place(tmp_path, text, words):
     (tmp_path / "t").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as caught:
         tuning_table.load(tmp_path / "t", "sm90")

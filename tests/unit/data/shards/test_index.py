@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from llmtrain.data.shards import index as shard_index
+from llmtrain.data.shards import table
 from llmtrain.data.shards.index import Index, ShardError, read_index
 from llmtrain.data.shards.table import ShardTable
 
@@ -179,13 +181,23 @@ def test_a_table_that_is_cut_off_is_made_again(tmp_path, monkeypatch):
     folder = large(tmp_path, 5000)
     index = read_index(folder)
     expected = index and [*index.shards]
-    [table] = (tmp_path / "tmp").glob("*/*.v*")
-    for content in (b"", b"shards99", table.read_bytes()[:-1]):
-        table.unlink()  # or what is mapped would be cut off
-        table.write_bytes(content)
+    [file] = (tmp_path / "tmp").glob("*/*.v*")
+    for content in (b"", b"shards99", file.read_bytes()[:-1]):
+        file.unlink()  # or what is mapped would be cut off
+        file.write_bytes(content)
         shard_index._READ.clear()
         found = read_index(folder)
         assert found is not None and [*found.shards] == expected
+
+
+def test_a_process_that_keeps_the_lock_of_tables_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(table, "_PATIENCE", 0.1)
+    lock = tmp_path / f"tmp/llmtrain-indexes-{os.getuid()}/lock"
+    lock.parent.mkdir(parents=True, mode=0o700)
+    with FileLock(lock):
+        index = read_index(large(tmp_path, 5000))
+        assert index is not None and len(index.shards) == 5000
 
 
 def test_a_folder_of_others_is_not_used_for_tables(tmp_path, monkeypatch):
