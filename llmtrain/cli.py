@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _name_user() -> None:
-    """Set USER where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, would fail."""
+    """Set USER where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, needs it."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
