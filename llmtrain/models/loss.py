@@ -11,6 +11,7 @@ sum of exponentials and the label's logit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,18 @@ IGNORE = -100
 class LossOutput:
     """Scalars on the model's device, in fp32 or wider. Without any label all are 0.
 
-    loss: ce + z, to differentiate. ce: mean cross entropy per label, in nats; detached. z: the weighted z-loss; detached.
-    n_tokens: tokens with a label.
+    loss: to differentiate. terms: detached, by the names under which they are logged, such as `cross_entropy`, in nats per label,
+    and `z`, the weighted z-loss, where there is one. n_tokens: tokens with a label.
     """
 
     loss: Tensor
-    ce: Tensor
-    z: Tensor
+    terms: dict[str, Tensor]
     n_tokens: Tensor
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> LossOutput:
+        """A function of every tensor."""
+        terms = {name: function(term) for name, term in self.terms.items()}
+        return LossOutput(function(self.loss), terms, function(self.n_tokens))
 
 
 @dataclass
@@ -132,7 +137,7 @@ class PlainLoss:
         z = torch.zeros_like(ce)
         if self.config.z_loss and log_z is not None:
             z = self.config.z_loss * log_z.masked_fill(labels == IGNORE, 0.0).square().sum() / count
-        return LossOutput(ce + z, ce.detach(), z.detach(), n_tokens)
+        return LossOutput(ce + z, _terms(self.config, ce.detach(), z.detach()), n_tokens)
 
 
 class ChunkedLoss:
@@ -153,7 +158,11 @@ class ChunkedLoss:
             *(hidden.flatten(0, -2), weight, labels, n_tokens, config.chunk_tokens, config.z_loss, self.softcap, ranks),
             self.wide_products and hidden.is_cuda,
         )
-        return LossOutput(loss, ce, z, n_tokens)
+        return LossOutput(loss, _terms(config, ce, z), n_tokens)
+
+
+def _terms(config: LossConfig, ce: Tensor, z: Tensor) -> dict[str, Tensor]:
+    return {"cross_entropy": ce} | ({"z": z} if config.z_loss else {})
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -29,7 +29,7 @@ def print_description(description: Description, config: Config, console: Console
     console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
     console.print(f"  {_export(d)}\n", soft_wrap=True)
     console.print(_parameters(d))
-    _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
+    _note(console, "active: parameters a token passes through; a shared block's once per use, of experts those chosen.")
     if d.parameter_groups:
         console.print(_groups(d))
         _note(console, "Where several entries match, each setting is that of the last entry which gives it.")

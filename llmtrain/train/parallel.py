@@ -78,6 +78,8 @@ def parallelize(
     if device.type == "cuda":
         sum_by_our_kernel(model)
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     return segments
 
 

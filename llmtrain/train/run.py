@@ -20,6 +20,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.build import build
+from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -97,6 +98,12 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
+    stability = Stability(
+        config.train,
+        training.spikes,
+        ranks and TensorGradients(model.hybrid, ranks),
+        rewind and rewind.ask,
+    )
     with without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -114,12 +121,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
-                Stability(
-                    config.train,
-                    training.spikes,
-                    ranks and TensorGradients(model.hybrid, ranks),
-                    rewind and rewind.ask,
-                ),
+                *layer_parts(model.hybrid, stability),
+                stability,
                 *([training.average] if training.average is not None else []),
                 Throughput(training.cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
