@@ -7,55 +7,61 @@ import importlib.util
 import torch
 from torch import nn
 
+from llmtrain.adapt.base import Converter
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform, float8_refusal
 from llmtrain.logs import run_log
 from llmtrain.models.float8_products import exclude_problems, float8_products
 from llmtrain.models.sections.float8 import Float8Config
 
-KEPT_BY_CHECKPOINTING = {"aten.max.default", "aten.amax.default"}
-"""The largest magnitudes, of which scales are made: a number for a tensor or a row, and a pass over all of it to find."""
 
-
-def convert(model: nn.Module, config: Float8Config, platform: Platform, shards: int) -> None:
-    """Converts the linear layers that `float8_products` names, in place; parameters stay what they are. Called before the layers
-    are wrapped, compiled and sharded.
+class Float8(Converter):
+    """Linear layers that `float8_products` names compute in float8; parameters stay what they are.
 
     shards: ranks over which FSDP2 will shard a weight's rows. Those it cannot share evenly are gathered in bf16.
-    Raises UserError where torchao is missing, a pattern matches nothing, or the device has no float8 unit.
     """
-    products = float8_products(model, config)
-    if problems := list(exclude_problems(config, products)):
-        raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError("train.float8 needs torchao: pip install 'llmtrain[float8]'")
-    if not config.emulate and (reason := float8_refusal(platform)):
-        raise UserError(f"train.float8: {reason}; use train.float8=null (the run may go on without it)")
-    if config.casts == "triton" and platform.vendor != "nvidia":
-        raise UserError("train.float8.casts = triton: these kernels are for NVIDIA's GPUs; use compiled")
 
-    from llmtrain.adapt.float8_linear import Float8Projection, convert_linears
+    def __init__(self, config: Float8Config, shards: int):
+        self.config, self.shards = config, shards
 
-    kind = Float8Projection
-    if casts_by_triton(config, platform):
-        from llmtrain.adapt.float8_product import CastOnceProjection
+    def convert(self, model: nn.Module, platform: Platform) -> None:
+        """Raises UserError where torchao is missing, a pattern matches nothing, or the device has no float8 unit."""
+        products = float8_products(model, self.config)
+        if problems := list(exclude_problems(self.config, products)):
+            raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
+        if importlib.util.find_spec("torchao") is None:
+            raise UserError("train.float8 needs torchao: pip install 'llmtrain[float8]'")
+        if not self.config.emulate and (reason := float8_refusal(platform)):
+            raise UserError(f"train.float8: {reason}; use train.float8=null (the run may go on without it)")
+        if self.config.casts == "triton" and platform.vendor != "nvidia":
+            raise UserError("train.float8.casts = triton: these kernels are for NVIDIA's GPUs; use compiled")
 
-        kind = CastOnceProjection
+        from llmtrain.adapt.float8_linear import Float8Projection, convert_linears
 
-    chosen = {name for name, product in products.items() if product.left_out is None}
-    if chosen:
-        emulated = ", emulated in bf16" if config.emulate else ""
-        which = f"{len(chosen)} of {len(products)} linear layers"
-        run_log.info(f"float8 ({config.recipe}{emulated}): {which}; `llmtrain describe` names the others")
-    else:
-        why = ", ".join(sorted({product.left_out or "" for product in products.values()}))
-        run_log.warning(
-            f"train.float8 has no effect: every product stays in bf16 ({why}; `llmtrain describe` names them)"
-        )
-    evenly = {name for name in chosen if products[name].d_out % shards == 0} if config.gathers else set()
-    for names, all_gather in ((chosen - evenly, False), (evenly, True)):
-        if names:
-            convert_linears(model, names, config, all_gather, kind)
+        kind = Float8Projection
+        if casts_by_triton(self.config, platform):
+            from llmtrain.adapt.float8_product import CastOnceProjection
+
+            kind = CastOnceProjection
+
+        chosen = {name for name, product in products.items() if product.left_out is None}
+        if chosen:
+            emulated = ", emulated in bf16" if self.config.emulate else ""
+            which = f"{len(chosen)} of {len(products)} linear layers"
+            run_log.info(f"float8 ({self.config.recipe}{emulated}): {which}; `llmtrain describe` names the others")
+        else:
+            why = ", ".join(sorted({product.left_out or "" for product in products.values()}))
+            run_log.warning(
+                f"train.float8 has no effect: every product stays in bf16 ({why}; `llmtrain describe` names them)"
+            )
+        evenly = {name for name in chosen if products[name].d_out % self.shards == 0} if self.config.gathers else set()
+        for names, all_gather in ((chosen - evenly, False), (evenly, True)):
+            if names:
+                convert_linears(model, names, self.config, all_gather, kind)
+
+    def saved_ops(self) -> set[str]:
+        """The largest magnitudes, of which scales are made: a number for a tensor or a row, and a pass over all of it to find."""
+        return {"aten.max.default", "aten.amax.default"}
 
 
 def casts_by_triton(config: Float8Config, platform: Platform) -> bool:

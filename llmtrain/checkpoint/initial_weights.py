@@ -20,15 +20,15 @@ from llmtrain.schema.init_from import InitialWeights
 _MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")
 
 
-def initial_checkpoint(config: Config) -> tuple[Path, Manifest]:
+def initial_checkpoint(config: Config) -> Checkpoint:
     """The checkpoint that `config.init_from` names. Raises CheckpointError when it is gone, or of another model."""
     assert config.init_from is not None
-    folder, manifest = Repository(config.init_from.path).open()
-    mismatches = list(_mismatches(config, manifest))
+    checkpoint = Repository(config.init_from.path).find()
+    mismatches = list(_mismatches(config, checkpoint.require()))
     if mismatches:
         lines = "\n".join(f"  {problem.path}: {problem.message}" for problem in mismatches)
-        raise CheckpointError(f"init_from: {folder} holds another model\n{lines}")
-    return folder, manifest
+        raise CheckpointError(f"init_from: {checkpoint.address} holds another model\n{lines}")
+    return checkpoint
 
 
 def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
@@ -81,3 +81,6 @@ def _mismatches(config: Config, manifest: Manifest) -> Iterator[Problem]:
         found = None if change.new is ABSENT else change.new
         wanted = "is not in" if change.old is ABSENT else f"must be {text(change.old)}, as in"
         yield Problem(change.path, found, f"{wanted} the checkpoint of init_from ({config.init_from.path})")
+    if (adapt := manifest.config.get("adapt")) and adapt != (config.adapt and config.adapt.model_dump(mode="json")):
+        message = f"must be {text(adapt)}, as in the checkpoint of init_from ({config.init_from.path}), or its changes are lost"
+        yield Problem("adapt", None, message)

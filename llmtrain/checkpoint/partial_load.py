@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
-from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.save_load import flat_state, load_state
+from llmtrain.checkpoint.save_load import flat_state, load_state, stack_of
+from llmtrain.models.init import clean_name
 from llmtrain.schema.init_from import InitialWeights
 
 _SHOWN = 8
@@ -48,17 +48,24 @@ def load_part(
     wanted: InitialWeights,
     *,
     verify: bool,
+    added: Collection[str] = (),
 ) -> Loaded:
     """Load what is wanted into a model with fresh weights and an optimizer without state. Called by every rank.
+
+    added: names of parameters that the model has by `adapt`, and the checkpoint need not have.
 
     Raises CheckpointError, with every parameter that is missing or of another shape where `strict`, for a pattern that
     matches no parameter, and for an optimizer state that is not there.
     """
-    index = indexes.read(folder, manifest)
+    stack = stack_of(folder, manifest)
+    index = stack[0].index
+    for layer in stack[1:]:
+        beneath = {name: found for name, found in layer.index.tensors.items() if name.startswith("model.")}
+        index = replace(index, tensors=beneath | index.tensors)
     shapes = {name.removeprefix("model."): tuple(value.shape) for name, value in flat_state(model, None).items()}
-    taken = _choose(folder, shapes, index, wanted)
+    taken = _choose(folder, shapes, index, wanted, added)
     weights = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in taken}
-    load_state(folder, manifest, weights, verify=verify)
+    load_state(stack, weights, verify=verify)
     if wanted.optimizer:
         # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.
         moments = {
@@ -71,10 +78,10 @@ def load_part(
             raise CheckpointError(
                 f"init_from: {folder} has no optimizer state {_shortened(lacking)}; use optimizer: false"
             )
-        load_state(folder, manifest, moments, verify=verify)
+        load_state(stack[:1], moments, verify=verify)
         for name, parameter in model.named_parameters():
-            if _plain(name) not in taken:
-                del optimizer.state[parameter]
+            if clean_name(name) not in taken:
+                optimizer.state.pop(parameter, None)
     known = {name.removeprefix("model.") for name in index.tensors if name.startswith("model.")}
     return Loaded(
         folder,
@@ -86,7 +93,7 @@ def load_part(
 
 
 def _choose(
-    folder: Path, shapes: dict[str, tuple[int, ...]], index: Index, wanted: InitialWeights
+    folder: Path, shapes: dict[str, tuple[int, ...]], index: Index, wanted: InitialWeights, added: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """The parameters to take, with their shapes."""
     for pattern in wanted.parameters:
@@ -97,6 +104,8 @@ def _choose(
         if not any(fnmatchcase(name, pattern) for pattern in wanted.parameters):
             continue
         found = index.tensors.get(f"model.{name}")
+        if found is None and name in added:
+            continue
         if found is None:
             wrong.append(f"{name} is missing")
         elif tuple(found.shape) != shape:
@@ -111,11 +120,6 @@ def _choose(
     if not taken:
         raise CheckpointError(f"init_from: nothing in {folder} fits: {_shortened(wrong)}")
     return taken
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without the wrapper of activation checkpointing."""
-    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def _shortened(names: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from llmtrain.checkpoint.beneath import Beneath, Layer, open_stack
 from llmtrain.checkpoint.collective import first_failure, on_every_rank, verify_in_shares
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.divided_tensor import DividedTensor
-from llmtrain.checkpoint.format.index import Index
-from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
+from llmtrain.checkpoint.format.manifest import Base, CheckpointError, FileRecord, Manifest
 from llmtrain.checkpoint.format.storage import ShardReader, ShardWriter, StatePlanner, ValuePlanner
 from llmtrain.checkpoint.local import PARTIAL, clear, folder_name, replace
 from llmtrain.checkpoint.repository import Repository
@@ -43,6 +43,7 @@ from llmtrain.checkpoint.retention import Retention
 from llmtrain.config.checksums import checksum
 from llmtrain.config.output_folder import write_synced
 from llmtrain.errors import RunError
+from llmtrain.models.parameters import parameter_info
 from llmtrain.models.slices import local_of
 from llmtrain.models.tensor_parallel import slices_of
 
@@ -107,9 +108,11 @@ def write(
     run: RunState,
     retention: Retention,
     group: dist.ProcessGroup | None = None,
+    base: Base | None = None,
 ) -> Path:
     """Write one checkpoint, of the state as it is sharded, with `tensors` as this rank's data. Called by every rank.
 
+    base: the checkpoint that has the parameters which the state leaves out.
     group: coordinates the ranks; a group of its own when this runs beside training.
     Returns the folder. Raises SaveError, on every rank, when any rank could not write (a full disk, say).
     """
@@ -132,6 +135,7 @@ def write(
             data=run.data,
             versions=versions("torch", "mosaicml", "mosaicml-streaming"),
             files=dict(sorted(files.items())),
+            base=base,
         )
         manifests.write(partial, written)
         replace(partial, final)
@@ -172,49 +176,76 @@ def load(
     *,
     manifest: Manifest | None = None,
     verify: bool = True,
+    verify_base: bool | None = None,
     parts: Sequence[Part] = (),
     ema: bool = False,
 ) -> None:
     """Load parameters, and optimizer state if an optimizer is given, into a model sharded in any way; and `parts`. Called by
     every rank.
 
-    ema: the moving averages of the parameters in their place.
+    ema: the moving averages of the trained parameters in their place.
 
-    verify: compare the hashes of the files that are read, each rank those of a share of them.
-    Raises CheckpointError, on every rank, for a file that is missing or damaged, and tensors that do not fit.
+    verify: compare the hashes of the files that are read, each rank those of a share of them. verify_base: of checkpoints beneath
+    this one; default: as verify.
+    Raises CheckpointError, on every rank, for a file that is missing or damaged, tensors that do not fit, and a checkpoint beneath
+    that is not there.
     """
-    manifest = manifest or manifests.read(folder)
+    stack = stack_of(folder, manifest or manifests.read(folder))
+    if ema:
+        indexes.require_average(folder, stack[0].index)
     full = _full_state(model, optimizer)
     own = [_divided(model, part.state_dict()) for part in parts]
     state = {name: value for name, value in full.items() if not name.endswith(MACHINE_SETTINGS)}
     for found in own:
         state |= found
-    prefix = indexes.weights_prefix(folder, manifest, ema)
-    state = {prefix + name.removeprefix("model.") if name.startswith("model.") else name: state[name] for name in state}
-    load_state(folder, manifest, state, verify=verify)
+    averaged = {f"model.{info.name}": f"ema.{info.name}" for info in parameter_info(model).values() if info.trainable}
+    stored = {averaged.get(name, name) if ema else name: name for name in state}
+    read = {name: state[own] for name, own in stored.items()}
+    load_state(stack, read, verify=verify, verify_base=verify_base)
+    state = {stored[name]: value for name, value in read.items()}
     for part, found in zip(parts, own, strict=True):
         part.load_state_dict({name: state[name] for name in found})
     found_state = {
         name: value.tensor if isinstance(value, DividedTensor) else value for name, value in (full | state).items()
     }
-    set_model_state_dict(model, _part(found_state, prefix))
+    set_model_state_dict(model, _part(found_state, "model."))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, _part(found_state, "optimizer."), options=_BY_NAME)
 
 
-def load_state(folder: Path, manifest: Manifest, state: dict[str, Any], *, verify: bool) -> None:
-    """Load into a flat state dict: its tensors in place. Called by every rank; raises CheckpointError on all."""
-    found: list[Index] = []
-    on_every_rank(lambda: found.append(indexes.read(folder, manifest)))
-    [index] = found
+def stack_of(folder: Path, manifest: Manifest) -> list[Layer]:
+    """A checkpoint and those beneath it. Called by every rank; raises CheckpointError on all."""
+    stack: list[Layer] = []
+    on_every_rank(lambda: stack.extend(open_stack(folder, manifest)))
+    return stack
+
+
+def load_state(stack: Sequence[Layer], state: dict[str, Any], *, verify: bool, verify_base: bool | None = None) -> None:
+    """Load into a flat state dict: its tensors in place. A parameter comes from the uppermost checkpoint that has it, everything
+    else from the first. Called by every rank; raises CheckpointError on all. verify, verify_base: as for `load`."""
+    rest = dict(state)
+    for number, layer in enumerate(stack):
+        lowest = number == len(stack) - 1
+        here = {
+            name: value
+            for name, value in rest.items()
+            if lowest or name in layer.index.tensors or (number == 0 and not name.startswith("model."))
+        }
+        rest = {name: value for name, value in rest.items() if name not in here}
+        if here:
+            _load_layer(layer, here, verify if number == 0 or verify_base is None else verify_base)
+            state.update(here)
+
+
+def _load_layer(layer: Layer, state: dict[str, Any], verify: bool) -> None:
     if verify:
-        verify_in_shares(folder, manifest, index.files(state))
+        verify_in_shares(layer.folder, layer.manifest, layer.index.files(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
         try:
-            dcp.load(state, storage_reader=ShardReader(folder, index), planner=ValuePlanner())
+            dcp.load(state, storage_reader=ShardReader(layer.folder, layer.index), planner=ValuePlanner())
         except CheckpointException as error:
-            raise CheckpointError(f"{folder} cannot be loaded: {first_failure(error)[1]}") from error
+            raise CheckpointError(f"{layer.folder} cannot be loaded: {first_failure(error)[1]}") from error
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Sequence[Part] = ()) -> dict[str, Any]:
@@ -266,6 +297,13 @@ def _plain(tensor: Any) -> Any:
     assert plain.shape == local.shape and plain.dtype == local.dtype, inner
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(plain, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def beneath_of(model: nn.Module, base: Base | None, held: Container[str]) -> Beneath | None:
+    """Parameters that a run's checkpoints may leave out; None where they hold all. held: names that `base` does not have."""
+    frozen = [info.name for info in parameter_info(model).values() if not info.trainable]
+    names = frozenset(name for name in frozen if f"model.{name}" not in held)
+    return Beneath(base, names) if base is not None and names else None
 
 
 def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.beneath import Beneath
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import Part, RunState, SaveError
 from llmtrain.checkpoint.staging import Staging
@@ -28,6 +29,7 @@ class Saver:
 
     group: a gloo group that nothing else uses: the thread's messages must not come between those of the step. It is
     destroyed at the end. warn: called on every rank. parts: what a checkpoint holds beside model and optimizer.
+    beneath: the checkpoint that has what these leave out.
     blocked_seconds: duration of the last `save`, for which the step waited.
     """
 
@@ -42,8 +44,9 @@ class Saver:
         group: dist.ProcessGroup,
         warn: Callable[[str], None],
         parts: Sequence[Part] = (),
+        beneath: Beneath | None = None,
     ):
-        self._parts = parts
+        self._parts, self._beneath = parts, beneath
         self.root, self.model, self.optimizer, self.retention = root, model, optimizer, retention
         self.background, self.warn = background, warn
         self._group = group
@@ -79,7 +82,8 @@ class Saver:
 
         def work() -> None:
             try:
-                save_load.write(self.root, state, tensors, run, self.retention, self._group)
+                base = self._beneath and self._beneath.base
+                save_load.write(self.root, state, tensors, run, self.retention, self._group, base)
             except BaseException as error:  # of any kind: it must not be lost with the thread
                 self._error = error
 
@@ -90,7 +94,9 @@ class Saver:
         self.blocked_seconds = time.perf_counter() - began
 
     def _state(self) -> dict[str, Any]:
-        return save_load.flat_state(self.model, self.optimizer, self._parts)
+        state = save_load.flat_state(self.model, self.optimizer, self._parts)
+        left_out = () if self._beneath is None else self._beneath.names
+        return {name: value for name, value in state.items() if name.removeprefix("model.") not in left_out}
 
     @property
     def busy(self) -> bool:

@@ -37,6 +37,8 @@ def summary(checkpoint: Checkpoint, config_file: str | None) -> Iterator[str]:
     yield f"clock      {_pairs(manifest.clock)}"
     yield f"data       {_position(manifest.data)}"
     yield f"versions   {_pairs(manifest.versions)}"
+    if manifest.base is not None:
+        yield f"base       {manifest.base['address']}, save {manifest.base['save_id']}: the parameters that are not here"
     yield from _tensors(checkpoint.read_index())
     if config_file is None:
         lines = list(_set(Config, manifest.config, ""))

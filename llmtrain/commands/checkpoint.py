@@ -98,13 +98,14 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.beneath import checkpoint_beneath
     from llmtrain.checkpoint.format.manifest import CheckpointError
     from llmtrain.checkpoint.local import folder_name
     from llmtrain.checkpoint.repository import Repository
     from llmtrain.progress import ByteBar, format_bytes
 
     found = Repository(args.run).require_any()
-    wrong = 0
+    wrong, verified = 0, set[str]()
     with ByteBar(sys.stderr.isatty(), sum(item.manifest.nbytes for item in found if item.manifest), "verify") as bar:
         for item in found:
             if item.in_progress and item.name != folder_name(item.step) and len(found) > 1:
@@ -113,6 +114,11 @@ def run_verify(args: argparse.Namespace) -> int:
             bar.stage(item.name)
             try:
                 item.verify(bar.advance)
+                below = checkpoint_beneath(item.address, item.require())
+                while below is not None and below.address not in verified:
+                    below.verify()
+                    verified.add(below.address)
+                    below = checkpoint_beneath(below.address, below.require())
             except CheckpointError as error:
                 wrong += 1
                 print(f"{item.name}: WRONG: {error}")

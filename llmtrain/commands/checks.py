@@ -31,7 +31,7 @@ def load_runnable(
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
-        Check(_group_problems, reads=("model", "optimizer")),
+        Check(_parameter_problems, reads=("model", "adapt", "optimizer")),
         Check(_float8_problems, reads=("model", "train")),
         Check(_in_context_problems, reads=("eval",)),
         Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
@@ -75,13 +75,19 @@ def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
         )
 
 
-def _group_problems(config: Config) -> Iterator[Problem]:
-    if config.optimizer.groups:
+def _parameter_problems(config: Config) -> Iterator[Problem]:
+    """Problems of the changes that `adapt` makes, and of optimizer.groups, by the names of what is trained."""
+    if config.optimizer.groups or config.adapt is not None:
         from llmtrain.models.parameters import parameter_info
         from llmtrain.plan.describe import meta_model  # imports torch
         from llmtrain.schema.parameter_groups import group_problems
 
-        yield from group_problems(config.optimizer, parameter_info(meta_model(config.model)).values())
+        try:
+            model = meta_model(config.model, config.adapt)
+        except UserError as error:
+            yield Problem("adapt", None, str(error))
+            return
+        yield from group_problems(config.optimizer, parameter_info(model).values())
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

@@ -90,14 +90,14 @@ def run_describe(args: argparse.Namespace) -> int:
 def _predictions(
     args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
 ) -> list[Scale]:
-    from llmtrain.plan.describe import meta_model, parameter_sizes
+    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.scaling import curve, draw
 
     assert description.speed is not None
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
     points = curve(
         config,
-        parameter_sizes(meta_model(config.model), float8=config.train.float8),
+        parameter_sizes(config),
         rate,
         place,
         memory,

@@ -133,6 +133,8 @@ def _open_ours(source: str) -> CheckpointContent:
         folder, manifest = Repository(source).open()
         manifests.verify(folder, manifest)
         tensors = CheckpointTensors(folder, manifest)
+        if manifest.base is not None:
+            tensors.verify(tensors.names("model."))
         values = tensors.values
     entries = {name: Entry(name, tensors.dtype(name), tensors.shape(name) or ()) for name in tensors.names("")}
     about = {name: getattr(manifest, name) for name in ("step", "tokens", "config", "clock", "data", "versions")}

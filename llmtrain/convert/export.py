@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import index as indexes
-from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.adapt.base import adaptations
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
-from llmtrain.convert.checkpoint_tensors import CheckpointTensors
+from llmtrain.convert.checkpoint_weights import CheckpointWeights
+from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.generate.load import checkpoint_model_config, checkpoint_tokenizer
+from llmtrain.generate.load import checkpoint_adaptations, checkpoint_model_config, checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_for_model
 from llmtrain.progress import ByteBar
@@ -78,26 +78,27 @@ def export(
         family = family_for_model(config)
         text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
         _check_tokenizer(text, config)
-        prefix = indexes.weights_prefix(folder, manifest, ema)
-        tensors = CheckpointTensors(folder, manifest)
-        _check_tensors(tensors, family.weights(config), folder, prefix)
+        plain = [weight.ours for weight in family.weights(config)]
+        changes = adaptations(checkpoint_adaptations(folder, manifest))
+        tensors = CheckpointWeights(folder, manifest, plain, changes, ema)
+        _check_tensors(tensors, family.weights(config), folder)
         trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
         config = config.model_copy(update={"vocab_size": config.vocab_size - trimmed})
         weights = family.weights(config)
 
         parts = [part for weight in weights for part in weight.parts]
-        source = {part.name: tensors.dtype(prefix + weight.ours) for weight in weights for part in weight.parts}
+        source = {part.name: tensors.dtype(weight.ours) for weight in weights for part in weight.parts}
         entries = [Entry(part.name, dtype or source[part.name], part.shape) for part in parts]
         shards = split_into_files(entries, max_shard_bytes)
         nbytes = sum(entry.nbytes for entry in entries)
         require_space(out, nbytes + SMALL_FILES)
-        manifests.verify(folder, manifest, names=tensors.files(prefix + weight.ours for weight in weights))
+        tensors.verify(plain)
 
         with ByteBar(progress, nbytes, title="export") as bar, atomic_folder(out) as partial:
             # The largest tensor's dtype is the model's; all are alike unless the checkpoint mixes them.
             main = max(entries, key=lambda entry: entry.nbytes).dtype
             _write_configs(partial, family.write_config(config), main, text)
-            pieces = _pieces(tensors, weights, prefix)
+            pieces = _pieces(tensors, weights)
             for name, shard in zip(safetensors_names(len(shards)), shards, strict=True):
                 _write_shard(partial / name, shard, pieces, bar.advance)
             if len(shards) > 1:
@@ -116,35 +117,35 @@ def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:
         )
 
 
-def _check_tensors(tensors: CheckpointTensors, weights: list[Weight], folder: Path, prefix: str) -> None:
+def _check_tensors(tensors: TensorReader, weights: list[Weight], folder: Path) -> None:
     """Compare names and shapes. Raises CheckpointError with every parameter that is missing, wrong, or would be lost."""
     wrong = []
     for weight in weights:
-        shape = tensors.shape(prefix + weight.ours)
+        shape = tensors.shape(weight.ours)
         if shape is None:
             wrong.append(f"{weight.ours} {list(weight.shape)} is missing")
         elif shape != weight.shape:
             wrong.append(f"{weight.ours} has shape {list(shape)}, its config says {list(weight.shape)}")
-    known = {prefix + weight.ours for weight in weights}
-    lost = [name.removeprefix(prefix) for name in tensors.names(prefix) if name not in known]
+    known = {weight.ours for weight in weights}
+    lost = [name for name in tensors.names("") if name not in known]
     wrong += [f"{name} has no place in the model of its config" for name in lost]
     if wrong:
         raise CheckpointError(f"{folder} does not hold the parameters of its config:\n  " + "\n  ".join(wrong[:20]))
 
 
-def _pieces(tensors: CheckpointTensors, weights: list[Weight], prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _pieces(tensors: TensorReader, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
     """Yield (published name, some of its elements), in order: our parameter is the flat concatenation of its parts. What the
     checkpoint has beyond is rows of the vocabulary that are left out."""
     for weight in weights:
         plan = [(part.name, count) for part in weight.parts for count in piece_counts(part.size)]
         if weight.reordered:  # read whole
-            whole = tensors.elements(prefix + weight.ours, [math.prod(weight.shape)])
+            whole = tensors.elements(weight.ours, [math.prod(weight.shape)])
             split = weight.split(next(whole).view(weight.shape))
             elements = (piece for part in split.values() for piece in part.reshape(-1).split(PIECE_ELEMENTS))
             next(whole, None)
         else:
-            rest = math.prod(tensors.shape(prefix + weight.ours) or ()) - math.prod(weight.shape)
-            elements = tensors.elements(prefix + weight.ours, [*(count for _, count in plan), *piece_counts(rest)])
+            rest = math.prod(tensors.shape(weight.ours) or ()) - math.prod(weight.shape)
+            elements = tensors.elements(weight.ours, [*(count for _, count in plan), *piece_counts(rest)])
         for name, _ in plan:
             yield name, next(elements)
         for _ in elements:  # raises if there are more

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
 
 
@@ -50,7 +51,16 @@ def count_parameters(model: HybridLM) -> ParameterCount:
     once = set(model.shared.parameters())
     active = [parameter for parameter in infos if parameter not in once] + again
 
-    def count(parameters: Iterable[nn.Parameter], trained: bool = False) -> int:
-        return sum(p.numel() for p in parameters if not trained or infos[p].trainable)
+    unused = {
+        part.get_parameter(name): number
+        for _, part in parts_of(model)
+        for name, number in part.inactive_parameters().items()
+    }
 
-    return ParameterCount(count(infos), count(active), count(infos, trained=True), count(active, trained=True))
+    def count(parameters: Iterable[nn.Parameter], used: bool = False, trained: bool = False) -> int:
+        counted = (p for p in parameters if not trained or infos[p].trainable)
+        return sum(p.numel() - (unused.get(p, 0) if used else 0) for p in counted)
+
+    return ParameterCount(
+        count(infos), count(active, used=True), count(infos, trained=True), count(active, used=True, trained=True)
+    )

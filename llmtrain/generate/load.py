@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from llmtrain.adapt.base import adapted
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.base import Section
 from llmtrain.config.decode import decode
 from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
@@ -20,6 +23,7 @@ from llmtrain.models.backends import servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.adapt import AdaptConfig
 
 
 def load_model(
@@ -55,9 +59,10 @@ def load_model(
     else:
 
         def read(folder: Path, manifest: Manifest) -> tuple[HybridLM, TextTokenizer]:
-            config = checkpoint_model_config(folder, manifest)
+            config, adapt = checkpoint_model_config(folder, manifest), checkpoint_adaptations(folder, manifest)
             with torch.device("meta"):
                 model = HybridLM(servable(config, here, str(dtype).removeprefix("torch.")), platform=here, dtype=dtype)
+                model = adapted(model, adapt)
             model.to_empty(device=device)
             save_load.load(folder, model, ema=ema)
             return model, tokenizer or checkpoint_tokenizer(folder, manifest)
@@ -71,9 +76,18 @@ def load_model(
 
 def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:
     """The `model` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
-    config, problems = decode(ModelConfig, manifest.config["model"])
+    return _decoded(ModelConfig, "model", folder, manifest)
+
+
+def checkpoint_adaptations(folder: Path, manifest: Manifest) -> AdaptConfig | None:
+    """The `adapt` section of a checkpoint. Raises CheckpointError for settings that this version does not have."""
+    return _decoded(AdaptConfig, "adapt", folder, manifest) if manifest.config.get("adapt") else None
+
+
+def _decoded(section: type[Section], name: str, folder: Path, manifest: Manifest) -> Any:
+    config, problems = decode(section, manifest.config[name])
     if problems:
-        unknown = "; ".join(f"model.{problem.path}: {problem.message}" for problem in problems)
+        unknown = "; ".join(f"{name}.{problem.path}: {problem.message}" for problem in problems)
         raise CheckpointError(f"{folder} holds a model of another version of llmtrain ({unknown})")
     return config
 

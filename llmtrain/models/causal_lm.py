@@ -60,7 +60,8 @@ class CausalLM(nn.Module):
         rank of the group calls this, and gets the loss averaged over its own labels.
         """
         context = self.context(input_ids, document_ids, segments)
-        return self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
+        output = self(input_ids, context, lambda hidden, head: self.cross_entropy(hidden, head, labels))
+        return context.with_attached(output)
 
     def context(
         self, input_ids: Tensor, document_ids: Tensor | None = None, segments: ContextParallelRanks | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmtrain.models.attached_loss import AttachedLosses
+from llmtrain.models.loss import LossOutput
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.replay import Replay
 from llmtrain.models.segments import ContextParallelRanks
@@ -22,12 +24,14 @@ LayerMixers = tuple[Mixer, Mixer | None]
 class BlockContext:
     """One layer's: its mixer's context, and that of the shared block which feeds it.
 
-    replay: in place of `mixer`, for one without a cache of its own that reads on from a cache.
+    replay: in place of `mixer`, for one without a cache of its own that reads on from a cache. losses: those that layers attach,
+    the same object for all; None: layers attach none, or nothing is trained.
     """
 
     mixer: Any
     shared: Any
     replay: Replay | None = None
+    losses: AttachedLosses | None = None
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,17 @@ class Context:
     cache (Cache.read), packed requests that share a prefix (HybridLM.prefix_context).
 
     blocks: one per layer. positions: for learned position embeddings (None where the model has none): the first n, or
-    [T] or [batch, T]. only: [n], the tokens whose hidden states are wanted; None: all.
+    [T] or [batch, T]. only: [n], the tokens whose hidden states are wanted; None: all. losses: as the blocks'.
     """
 
     blocks: list[BlockContext]
     positions: int | Tensor | None
     only: Tensor | None = None
+    losses: AttachedLosses | None = None
+
+    def with_attached(self, output: LossOutput) -> LossOutput:
+        """The loss of this pass, whose weight in the step then is that of the losses that layers attached."""
+        return output if self.losses is None else replace(output, loss=self.losses.weigh(output.loss))
 
 
 class ContextCache:
@@ -64,6 +73,7 @@ class ContextCache:
         device: torch.device,
         document_ids: Tensor | None = None,
         segments: ContextParallelRanks | None = None,
+        losses: AttachedLosses | None = None,
     ) -> list[BlockContext]:
         """One context per layer; equal keys share one object. document_ids: [batch, T] of a packed batch."""
         contexts: dict[Any, Any] = {}
@@ -85,6 +95,6 @@ class ContextCache:
             return contexts[key]
 
         return [
-            BlockContext(context_of(mixer), context_of(shared) if shared is not None else None)
+            BlockContext(context_of(mixer), context_of(shared) if shared is not None else None, losses=losses)
             for mixer, shared in layers
         ]

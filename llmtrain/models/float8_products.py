@@ -24,13 +24,20 @@ class Float8Product:
 
 
 def float8_products(model: nn.Module, config: Float8Config) -> dict[str, Float8Product]:
-    """Every linear layer by the name of its module, in the order of the model."""
+    """Every linear layer by the name of its module, in the order of the model; without those beneath another one (adapters)."""
+    beneath = {
+        inner
+        for outer in model.modules()
+        if isinstance(outer, Linear)
+        for inner in outer.modules()
+        if inner is not outer
+    }
     return {
         clean_name(name): Float8Product(
             module.in_features, module.out_features, _reason(clean_name(name), module, config)
         )
         for name, module in model.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, Linear) and module not in beneath
     }
 
 

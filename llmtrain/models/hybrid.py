@@ -16,12 +16,14 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
+from llmtrain.models.attached_loss import AttachedLosses
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
@@ -86,6 +88,8 @@ class HybridLM(nn.Module):
         self.norm = Norm(config.d_model, config.norm, platform, dtype)
         self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
+        self._loss_names = sorted({name for _, part in parts_of(self) for name in part.losses})
+        self.losses: AttachedLosses | None = None
         self.ranks: TensorRanks | None = None
         self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
         self.sends_embedding = False
@@ -201,7 +205,15 @@ class HybridLM(nn.Module):
                 whole = whole if segments is None else segments.take(whole)
                 # Tokens added at the end may lie behind the last position; nothing sees them.
                 positions = whole.clamp(max=self.config.max_seq_len - 1)
-        return Context(self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments), positions)
+        losses = self._losses(device)
+        blocks = self._contexts(self.layer_mixers(), seq_len, device, document_ids, segments, losses)
+        return Context(blocks, positions, losses=losses)
+
+    def _losses(self, device: torch.device) -> AttachedLosses | None:
+        """Losses that layers attach, the same object for every context on this device; None where there are none."""
+        if self._loss_names and (self.losses is None or self.losses.weight.device != device):
+            self.losses = AttachedLosses.named(self._loss_names, device)
+        return self.losses
 
     def prefix_refusal(self) -> str | None:
         """Reason why the model cannot read packed requests that share a prefix (`prefix_context`), or None."""

@@ -17,8 +17,10 @@ class LayerPart(nn.Module, ABC):
     """The base of Mixer and FeedForward.
 
     Constructors allocate and do not initialise, so that a model builds on the meta device. `forward` traces under
-    torch.compile as one graph, and is right for parameters and inputs in bf16. Buffers begin at zero; checkpoints hold the
-    persistent ones, which are the same on all ranks.
+    torch.compile as one graph, and is right for parameters and inputs in bf16. Buffers begin at zero. Persistent ones are state,
+    the same on all ranks, which `after_step` changes and checkpoints hold. The others are sums over a step, to which `forward`
+    adds by `add_in_backward` (models/attached_loss.py): `metrics` and `after_step` find them summed over microbatches and ranks,
+    and afterwards they are zero again.
     """
 
     fp32_parameters: ClassVar[Collection[str]] = ()
@@ -26,6 +28,8 @@ class LayerPart(nn.Module, ABC):
     read, never called: FSDP2 gathers them before the layer runs."""
     no_decay_parameters: ClassVar[Collection[str]] = ()
     """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
+    losses: ClassVar[Collection[str]] = ()
+    """Names of the losses that `forward` attaches (models/attached_loss.py), logged as loss/train/NAME, summed over the layers."""
     ranks: TensorRanks | None = None
     """Set by `split`."""
 
@@ -51,19 +55,23 @@ class LayerPart(nn.Module, ABC):
         """
         return Work()
 
-    def inactive_parameters(self) -> int:
-        """Parameters that one token does not meet: those of experts to which it is not sent."""
-        return 0
+    def inactive_parameters(self) -> dict[str, int]:
+        """Elements that one token does not meet, by names of parameters: those of experts to which it is not sent."""
+        return {}
 
     def after_step(self) -> None:
-        """Change buffers once per step of training, behind the optimizer's; every rank calls it."""
+        """Change persistent buffers after a step of the optimizer. Every rank calls it."""
 
     def metrics(self) -> dict[str, Tensor]:
-        """Scalars of the step's microbatches, to be logged once per step, before `after_step`: means over the ranks of what each
-        rank returns. The same names in every step."""
+        """Scalars to log for a step, before `after_step`; the same names in every step."""
         return {}
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, LayerPart]]:
     """Every part of a model's layers with its name, shared ones once."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LayerPart))
+
+
+def step_sums(model: nn.Module) -> list[Tensor]:
+    """The buffers of a model that are sums over a step."""
+    return [module.get_buffer(name) for module in model.modules() for name in module._non_persistent_buffers_set]

@@ -11,8 +11,9 @@ sum of exponentials and the label's logit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,18 @@ IGNORE = -100
 class LossOutput:
     """Scalars on the model's device, in fp32 or wider. Without any label all are 0.
 
-    loss: ce + z, to differentiate. ce: mean cross entropy per label, in nats; detached. z: the weighted z-loss; detached.
-    n_tokens: tokens with a label.
+    loss: to differentiate. terms: detached, by the names under which they are logged, such as `cross_entropy`, in nats per label,
+    and `z`, the weighted z-loss, where there is one. n_tokens: tokens with a label.
     """
 
     loss: Tensor
-    ce: Tensor
-    z: Tensor
+    terms: dict[str, Tensor]
     n_tokens: Tensor
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> LossOutput:
+        """A function of every tensor."""
+        terms = {name: function(term) for name, term in self.terms.items()}
+        return LossOutput(function(self.loss), terms, function(self.n_tokens))
 
 
 @dataclass
@@ -100,14 +105,18 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def loss_type(config: LossConfig, platform: Platform) -> Literal["plain", "chunked"]:
+    """The form of the loss: with auto, plain on a CPU, which gains no memory worth having and loses the overlap of one large matrix
+    product by chunks."""
+    if config.type != "auto":
+        return config.type
+    return "plain" if platform.vendor == "cpu" else "chunked"
+
+
 def build_loss(config: LossConfig, softcap: float | None, platform: Platform) -> PlainLoss | ChunkedLoss:
-    kind = config.type
-    if kind == "auto":
-        # A CPU gains no memory worth having and loses the overlap of one large matrix product.
-        kind = "plain" if platform.vendor == "cpu" else "chunked"
-    return (
-        PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap, platform.sums_products_in_fp32)
-    )
+    if loss_type(config, platform) == "plain":
+        return PlainLoss(config, softcap)
+    return ChunkedLoss(config, softcap, platform.sums_products_in_fp32)
 
 
 class PlainLoss:
@@ -132,7 +141,7 @@ class PlainLoss:
         z = torch.zeros_like(ce)
         if self.config.z_loss and log_z is not None:
             z = self.config.z_loss * log_z.masked_fill(labels == IGNORE, 0.0).square().sum() / count
-        return LossOutput(ce + z, ce.detach(), z.detach(), n_tokens)
+        return LossOutput(ce + z, _terms(self.config, ce.detach(), z.detach()), n_tokens)
 
 
 class ChunkedLoss:
@@ -153,7 +162,11 @@ class ChunkedLoss:
             *(hidden.flatten(0, -2), weight, labels, n_tokens, config.chunk_tokens, config.z_loss, self.softcap, ranks),
             self.wide_products and hidden.is_cuda,
         )
-        return LossOutput(loss, ce, z, n_tokens)
+        return LossOutput(loss, _terms(config, ce, z), n_tokens)
+
+
+def _terms(config: LossConfig, ce: Tensor, z: Tensor) -> dict[str, Tensor]:
+    return {"cross_entropy": ce} | ({"z": z} if config.z_loss else {})
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -43,11 +43,7 @@ class Objective(Protocol):
         ...
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
-        """The mean over the batch's units. Within one call of the model, where FSDP2 has gathered the head."""
-        ...
-
-    def terms(self, output: LossOutput) -> dict[str, Tensor]:
-        """What is logged beside the loss, by name: means over the same units."""
+        """The mean over the batch's units, as are its terms. Within one call of the model, where FSDP2 has gathered the head."""
         ...
 
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
@@ -73,4 +69,7 @@ def compute_loss(
 
 def loss_in(context: Context, model: CausalLM, objective: Objective, batch: Batch) -> LossOutput:
     """The same in a context that the caller has made."""
-    return model(batch["input_ids"], context, lambda hidden, head: objective.loss(Outputs(model, hidden, head), batch))
+    output = model(
+        batch["input_ids"], context, lambda hidden, head: objective.loss(Outputs(model, hidden, head), batch)
+    )
+    return context.with_attached(output)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torchmetrics import Metric
 
 from llmtrain.models.config import LossConfig
@@ -35,9 +34,6 @@ class NextToken:
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         return outputs.model.cross_entropy(outputs.hidden, outputs.head, batch["labels"])
 
-    def terms(self, output: LossOutput) -> dict[str, Tensor]:
-        return {"cross_entropy": output.ce} | ({"z": output.z} if self.config.z_loss else {})
-
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
         """`cross_entropy` and `bits_per_byte`, and both for each stream, as `STREAM/cross_entropy`."""
         found: dict[str, Metric] = {"cross_entropy": NatsPerToken(), "bits_per_byte": BitsPerByte()}
@@ -46,7 +42,7 @@ class NextToken:
         return found
 
     def update(self, metric: Metric, batch: Batch, output: LossOutput) -> None:
-        nats = output.ce.double() * output.n_tokens
+        nats = output.terms["cross_entropy"].double() * output.n_tokens
         metric.update(nats, output.n_tokens, batch["text_bytes"], batch["sample_ids"])
 
 

@@ -12,12 +12,14 @@ from typing import cast
 import torch
 from torch import nn
 
+from llmtrain.adapt.base import adapted
 from llmtrain.data.shards.checks import steps_per_epoch
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
-from llmtrain.kernels.platform import cpu
+from llmtrain.kernels.platform import cpu, detect, named
+from llmtrain.models.backends import chosen
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Work
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
@@ -29,6 +31,7 @@ from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.candidates import ADVISED
+from llmtrain.plan.decisions import decisions
 from llmtrain.plan.fitting import Fit, plans_that_fit
 from llmtrain.plan.memory import (
     GPUS_PER_NODE,
@@ -40,6 +43,7 @@ from llmtrain.plan.memory import (
     host_state_bytes,
     shard_ranks,
 )
+from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -68,6 +72,18 @@ class GroupDescription:
     parameters: int
     lr: float
     weight_decay: float
+
+
+@dataclass(frozen=True)
+class MatrixOptimizer:
+    """Trained matrices, their parameters, and the linear maps that stand in them. others: names of the trained parameters of two
+    dimensions that are none to it, `*` for places, which AdamW takes with all vectors; other_parameters: the number in both."""
+
+    matrices: int
+    parameters: int
+    maps: int
+    others: list[str]
+    other_parameters: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,10 @@ class Description:
     not_exported: list[str]
     total_parameters: int
     active_parameters: int
+    trained_parameters: int
+    trained_active_parameters: int
+    by_matrix: MatrixOptimizer | None
+    """The parameters that an optimizer of matrices takes; None for one that takes all alike."""
     components: list[Component]
     parameter_groups: list[GroupDescription]
     """Empty without optimizer.groups."""
@@ -118,6 +138,10 @@ class Description:
     shard_ranks: int
     resolved: tuple[str, ...]
     """What `auto` stands for in sharding, recomputation and the size of a microbatch, with the reason."""
+    device: str
+    """For which `decided` is: the GPU that was named, or what is here."""
+    decided: dict[str, str | int | bool | None]
+    """All that the config leaves open, by setting (plan/decisions.py)."""
     microbatch_size: int
     sharding: str
     checkpointing: str
@@ -149,13 +173,15 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     peak for train.precision.
     """
     config.grad_accum(world_size)  # refuses a batch that cannot be split
-    model = meta_model(config.model)
+    model = meta_model(config.model, config.adapt)
     seq_len = config.data.seq_len
     training = training_flops_per_token(model, seq_len)
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+    sizes = parameter_sizes(config)
     gpu_memory = device.memory_gb * 1e9 if device else None
     resolved = resolve_auto(config, sizes, world_size, min(world_size, GPUS_PER_NODE), gpu_memory)
-    config = resolved.config
+    given, config = config, resolved.config
+    platform = detect() if device is None else named(device.title, round(device.memory_gb * 1e9), device.compute_units)
+    kernels = chosen(config.model, platform, config.train.dtype, config.data.mask_documents)
     memory = estimate_memory(config, sizes, world_size)
     too_much = gpu_memory is not None and memory.total > gpu_memory
     per_epoch = steps_per_epoch(config.data, config.train.global_batch_size)
@@ -179,9 +205,14 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         not_exported=not_exported,
         total_parameters=counts.total,
         active_parameters=counts.active,
+        trained_parameters=counts.trained,
+        trained_active_parameters=counts.trained_active,
+        by_matrix=matrix_optimizer(model) if config.optimizer.matrix_state_bytes is not None else None,
         components=components(model),
         parameter_groups=parameter_groups(model, config.optimizer) if config.optimizer.groups else [],
-        float8=_float8(model, config.train.float8, device) if config.train.float8 is not None else None,
+        float8=_float8(meta_model(config.model), config.train.float8, device)
+        if config.train.float8 is not None
+        else None,
         forward_full=_per_token(model.flops(seq_len).forward, seq_len),
         forward_causal=_per_token(model.flops(seq_len, causal=True).forward, seq_len),
         training_foundry=training["foundry"],
@@ -189,6 +220,8 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         world_size=world_size,
         shard_ranks=shard_ranks(config, world_size),
         resolved=resolved.reasons if device else (),
+        device=platform.device_name,
+        decided=decisions(given, config, platform, kernels, counts.total, world_size, min(world_size, GPUS_PER_NODE)),
         microbatch_size=config.train.least_microbatch,
         sharding=config.train.sharding.strategy,
         checkpointing=config.train.activation_checkpointing.type,
@@ -207,11 +240,11 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     )
 
 
-def meta_model(config: ModelConfig) -> HybridLM:
-    """The model without memory for its weights."""
+def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridLM:
+    """The model without memory for its weights. adapt: of the run's config."""
     with torch.device("meta"):
         # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
-        return HybridLM(config.with_backends("reference", lambda block: "reference"), cpu())
+        return adapted(HybridLM(config.with_backends("reference", lambda block: "reference"), cpu()), adapt)
 
 
 def _export(model: ModelConfig) -> tuple[str | None, list[str]]:
@@ -264,6 +297,21 @@ def parameter_groups(model: HybridLM, config: OptimizerConfig) -> list[GroupDesc
     ]
 
 
+def matrix_optimizer(model: HybridLM) -> MatrixOptimizer:
+    trained = {parameter: info for parameter, info in parameter_info(model).items() if info.trainable}
+    taken = {parameter: len(info.matrix_rows) for parameter, info in trained.items() if info.matrix_rows}
+    left = {parameter: info.name for parameter, info in trained.items() if parameter not in taken}
+    names = dict.fromkeys(_anywhere(name) for parameter, name in left.items() if parameter.ndim > 1)
+    sizes = (sum(parameter.numel() for parameter in some) for some in (taken, left))
+    parameters, others = sizes
+    return MatrixOptimizer(len(taken), parameters, sum(taken.values()), list(names), others)
+
+
+def _anywhere(name: str) -> str:
+    """A name with `*` for places of layers and copies."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
 def _products_with_uses(model: HybridLM, config: Float8Config) -> Iterator[tuple[str, Float8Product, int]]:
     """Every linear layer, and how often a token passes through it."""
     uses = Counter(id(block) for block in model.shared_uses())
@@ -283,8 +331,7 @@ def _float8(model: HybridLM, config: Float8Config, device: Device | None) -> Flo
     work, alike = {True: 0, False: 0}, defaultdict[tuple[str, str], list[tuple[str, str | None]]](list)
     for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used
-        anywhere = re.sub(r"\.\d+(?=\.)", ".*", name)
-        alike[anywhere, f"{product.d_in} -> {product.d_out}"].append((name, product.left_out))
+        alike[_anywhere(name), f"{product.d_in} -> {product.d_out}"].append((name, product.left_out))
     left_out = [left for (anywhere, shape), found in alike.items() for left in _left_out(anywhere, shape, found)]
     refused = None
     if device is not None and device.peak("fp8") is None and not config.emulate:
@@ -310,13 +357,13 @@ _PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | 
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
 
 
-def parameter_sizes(model: HybridLM, tensor: int = 1, float8: Float8Config | None = None) -> ParameterSizes:
-    """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py).
-
-    tensor: of a model that so many ranks divide, those of one rank; the model is divided for it.
-    """
-    if tensor > 1:
+def parameter_sizes(config: Config) -> ParameterSizes:
+    """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py). Of a model that ranks divide
+    (train.parallel.tensor), those of one rank."""
+    model, float8 = meta_model(config.model), config.train.float8
+    if (tensor := config.train.parallel.tensor) > 1:
         model.split(TensorRanks(0, tensor))
+    model = adapted(model, config.adapt)
     infos = parameter_info(model)
 
     def count(parameters: Iterable[nn.Parameter], **wanted: bool) -> int:

@@ -29,10 +29,16 @@ def print_description(description: Description, config: Config, console: Console
     console.print(f"  {width}{'tied' if model.tie_embeddings else 'untied'} head, sequences of {config.data.seq_len}")
     console.print(f"  {_export(d)}\n", soft_wrap=True)
     console.print(_parameters(d))
-    _note(console, "active: parameters a token passes through; those of a shared block count once per use.")
+    _note(console, "active: parameters a token passes through; a shared block's once per use, of experts those chosen.")
     if d.parameter_groups:
         console.print(_groups(d))
         _note(console, "Where several entries match, each setting is that of the last entry which gives it.")
+    if d.by_matrix is not None:
+        m = d.by_matrix
+        console.print(
+            f"[bold]{config.optimizer.title}[/]: {m.matrices:,} matrices ({m.maps:,} linear maps), {m.parameters:,} parameters; "
+            f"{m.other_parameters:,} by AdamW: {escape(', '.join([*m.others, 'vectors']))}\n"
+        )
     if d.float8 is not None:
         products = f"{share(d.float8.share)} of the linear layers' products"
         console.print(f"[bold]float8 ({d.float8.recipe}): {products}[/]", soft_wrap=True)
@@ -44,13 +50,14 @@ def print_description(description: Description, config: Config, console: Console
     console.print(_flops(d))
     _note(
         console,
-        "training: three times forward. foundry: 6 N + 12 L d T as in LLM Foundry, with N = active parameters "
+        f"training: {_training(d)}. foundry: 6 N + 12 L d T as in LLM Foundry, with N = active parameters "
         "(embeddings too) and whole T x T squares. causal: what the mathematics needs: half squares, free look-ups."
         + (" scan: a recurrence, token by token, in both." if d.forward_full["scan"] else ""),
     )
     console.print(_memory(d, config))
     for line in d.resolved:
         _note(console, line)
+    console.print(_decided(d))
     for fit in d.fits:
         _note(console, f"Would fit, with {binary(fit.memory.total)}: {' '.join(fit.settings)} ({fit.price}).")
     _note(
@@ -99,6 +106,15 @@ def _nearest(d: Description) -> str:
     return d.not_exported[0].split(":")[0]
 
 
+def _training(d: Description) -> str:
+    if d.trained_parameters == d.total_parameters:
+        return "three times forward"
+    return (
+        "forward, and the gradients of activations and of trained weights: 4 rather than 6 for a frozen parameter; in the causal "
+        "count 2 below the first layer with a trained one"
+    )
+
+
 def _gpus(d: Description) -> str:
     return f"{d.world_size} GPU{'s' if d.world_size > 1 else ''}"
 
@@ -116,6 +132,8 @@ def _parameters(d: Description) -> Table:
     table.add_section()
     table.add_row("total", f"{d.total_parameters:,}", "")
     table.add_row("active", f"{d.active_parameters:,}", "")
+    if d.trained_parameters != d.total_parameters:
+        table.add_row("trained", f"{d.trained_parameters:,}", share(d.trained_parameters / d.total_parameters, 1))
     return table
 
 
@@ -124,6 +142,14 @@ def _groups(d: Description) -> Table:
     for group in d.parameter_groups:
         row = (f"{group.parameters:,}", f"{group.tensors:,}", f"{group.lr:.3g}", f"{group.weight_decay:.3g}")
         table.add_row(escape(", ".join(group.matched)) or "(none)", *row)
+    return table
+
+
+def _decided(d: Description) -> Table:
+    """docs/auto.md says how each is decided."""
+    table = _table(f"Decided, for {d.device}", "", "")
+    for setting, value in d.decided.items():
+        table.add_row(setting, str(value).lower() if isinstance(value, bool) else str(value))
     return table
 
 

@@ -11,6 +11,7 @@ from llmtrain.config.texts import LocalPath, RunName
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.sections.float8 import MULTIPLE
+from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
 from llmtrain.schema.optimizers import OptimizerConfig
@@ -38,6 +39,8 @@ class Config(Section):
     store, s3://bucket/prefix. Optimizer, schedule and data begin anew. Not read once the run has a checkpoint of its own; a
     changed value is then refused as another run."""
     model: ModelConfig
+    adapt: AdaptConfig | None = None
+    """Changes to the model, such as adapters; the weights of init_from are those of the model without them."""
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -65,6 +68,8 @@ class Config(Section):
                 remote,
                 f"is in run_dir ({self.run_dir}), whose checkpoints are to be copied; choose a place apart from it",
             )
+        if self.adapt is not None and not self.adapt.sections():
+            yield Problem("adapt", {}, "names no change to the model; leave it out")
         yield from self._folder_problems()
         yield from self._context_problems()
         yield from self._float8_problems()

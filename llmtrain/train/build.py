@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from llmtrain.adapt.base import adapted
 from llmtrain.adapt.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.local import LocalCheckpoint
@@ -15,10 +16,11 @@ from llmtrain.kernels.platform import detect
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, build_objective
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.throughput import TokenCost, token_cost
@@ -47,6 +49,8 @@ class Training:
     graphs: GraphedLoss | None
     spikes: SpikeWindow | None
     average: WeightAverage | None
+    added: frozenset[str]
+    """Names of the parameters that the model has by `adapt`."""
 
     @property
     def parts(self) -> list[save_load.Part]:
@@ -58,10 +62,16 @@ class Training:
         sync, size = GradientSync(self.model, self.config.train.sharding), self.config.train.least_microbatch
         return Step(self.model, self.objective, size, sync, group, self.segments, self.graphs)
 
-    def load(self, found: LocalCheckpoint) -> None:
-        """Weights, optimizer and parts of a checkpoint whose hashes were verified."""
+    def load(self, found: LocalCheckpoint, verify_base: bool = False) -> None:
+        """Weights, optimizer and parts of a checkpoint whose hashes were verified; verify_base: verify those of one beneath it."""
         save_load.load(
-            found.folder, self.model.hybrid, self.optimizer, manifest=found.require(), verify=False, parts=self.parts
+            found.folder,
+            self.model.hybrid,
+            self.optimizer,
+            manifest=found.require(),
+            verify=False,
+            verify_base=verify_base,
+            parts=self.parts,
         )
 
     def go_back(self, found: LocalCheckpoint) -> None:
@@ -78,10 +88,12 @@ def build(config: Config, world: World, device: torch.device) -> Training:
         model = HybridLM(config.model, dtype=getattr(torch, train.dtype), documents=config.data.mask_documents)
     require_same_kernels(model.chosen_kernels(), world)
     causal_lm, objective = CausalLM(model, train.loss), build_objective(train.loss)
-    sizes = parameter_sizes(meta_model(config.model), train.parallel.tensor, train.float8)
+    plain, sizes = dict(model.named_parameters()), parameter_sizes(config)
     resolved = resolved_config(config, sizes, world, device)
-    cost = token_cost(model, resolved.train, config.data.seq_len, device)  # before checkpointing wraps the layers
-    segments = parallelize(causal_lm, resolved.train, world, device)
+    # Before checkpointing wraps the layers.
+    cost = token_cost(adapted(model, config.adapt), resolved.train, config.data.seq_len, device)
+    segments = parallelize(causal_lm, resolved.train, world, device, config.adapt)
+    added = frozenset(info.name for info in parameter_info(model).values()) - plain.keys()
     optimizer = build_optimizer(model, config.optimizer)
     if train.float8 is not None and train.float8.gathers:
         compute_scales_after_steps(model, optimizer)
@@ -94,7 +106,7 @@ def build(config: Config, world: World, device: torch.device) -> Training:
     graphs = graphed_loss(resolved, causal_lm, objective, world)
     # The rates now: a checkpoint brings those of its step.
     peaks = learning_rates(optimizer)
-    return Training(resolved, causal_lm, objective, segments, optimizer, peaks, cost, graphs, spikes, average)
+    return Training(resolved, causal_lm, objective, segments, optimizer, peaks, cost, graphs, spikes, average, added)
 
 
 def resolved_config(config: Config, sizes: ParameterSizes, world: World, device: torch.device) -> Config:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from llmtrain.checkpoint.beneath import Beneath, base_of
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.checkpoint.partial_load import load_part
 from llmtrain.checkpoint.retention import Retention
-from llmtrain.checkpoint.save_load import SaveError
+from llmtrain.checkpoint.save_load import SaveError, beneath_of
 from llmtrain.checkpoint.saver import Saver
 from llmtrain.checkpoint.stores.open import open_store
 from llmtrain.checkpoint.uploader import Uploader
@@ -82,7 +83,8 @@ class Uploads:
 class Checkpoints:
     """A run's folder of checkpoints, in use within `with`.
 
-    resumed: what the run goes on from. steps: a length in steps. Use `uploads` after the block too.
+    resumed: what the run goes on from. beneath: what its checkpoints leave out. steps: a length in steps.
+    Use `uploads` after the block too.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Checkpoints:
         steps: Callable[[Duration], int],
         world: World,
         resumed: LocalCheckpoint | None,
+        beneath: Beneath | None,
     ):
         config = training.config.checkpoint
         # What a longer run of this schedule would go on from.
@@ -106,6 +109,7 @@ class Checkpoints:
             group=gloo_group(),
             warn=run_log.warning,
             parts=training.parts,
+            beneath=beneath,
         )
         self.passed: PassedOver = list(resumed.require().data.get("passed_over", [])) if resumed else []
         self.rewind: Rewind | None = None
@@ -141,19 +145,31 @@ class Checkpoints:
         return self._stack.__exit__(*error)
 
 
-def set_weights(training: Training, resumed: LocalCheckpoint | None) -> None:
-    """The weights with which a run goes on or begins: of its checkpoint, of `init_from`, or drawn."""
+def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath | None:
+    """The weights with which a run goes on or begins: of its checkpoint, of `init_from`, or drawn. Returns the frozen ones that its
+    checkpoints may leave out, if there are any."""
     config, model = training.config, training.model.hybrid
     if resumed:
-        training.load(resumed)
-        return
+        training.load(resumed, verify_base=config.checkpoint.verify)
+        return beneath_of(model, resumed.require().base, held=resumed.read_index().tensors)
+    beneath = None
     if config.init_from:
-        if not config.init_from.is_whole:
+        if training.added or not config.init_from.is_whole:
             model.init_weights(config.seed)  # for what is not loaded
         initial = initial_checkpoint(config)
-        loaded = load_part(*initial, model, training.optimizer, config.init_from, verify=config.checkpoint.verify)
+        loaded = load_part(
+            initial.fetch(),
+            initial.require(),
+            model,
+            training.optimizer,
+            config.init_from,
+            verify=config.checkpoint.verify,
+            added=training.added,
+        )
         run_log.info(loaded.summary())
+        beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)
     if training.average is not None:
         training.average.begin()
+    return beneath

@@ -24,6 +24,7 @@ from llmtrain.config.output_folder import replace_file
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, compute_loss
 from llmtrain.plan.candidates import MEASURED, microbatches
@@ -155,6 +156,8 @@ def choose_microbatch(
 
     trials = search(allowed, start, attempt, fixed, limit)
     agreement.close()
+    for total in step_sums(model):
+        total.zero_()
     del reserve
     gauge.begin()
     if not trials:

@@ -1,5 +1,5 @@
-"""Tensor parallelism -> float8 -> context parallelism -> activation checkpointing -> compile -> FSDP2 -> memory, in that order, in
-one function.
+"""Tensor parallelism -> converters (float8, adapters) -> context parallelism -> activation checkpointing -> compile -> FSDP2 ->
+memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from llmtrain.adapt import float8
+from llmtrain.adapt.base import adaptations
+from llmtrain.adapt.float8 import Float8
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
@@ -31,6 +32,7 @@ from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
+from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
 from llmtrain.train.ranks.async_tensor import overlap_products
@@ -38,15 +40,15 @@ from llmtrain.train.ranks.host_inputs import HostInputs
 
 
 def parallelize(
-    model: CausalLM, config: TrainConfig, world: World, device: torch.device
+    model: CausalLM, config: TrainConfig, world: World, device: torch.device, adapt: AdaptConfig | None = None
 ) -> ContextParallelRanks | None:
-    """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set.
+    """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set. adapt: of the config.
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
 
     The order matters. Tensor parallelism divides parameters, for which float8 and context parallelism choose kernels, whose
-    operators checkpointing has to know. Float8 replaces linear layers, so nothing may hold one yet. Checkpointing wraps a layer, so
-    that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay
+    operators checkpointing has to know. Converters replace linear layers, so nothing may hold one yet. Checkpointing wraps a layer,
+    so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay
     outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
@@ -54,13 +56,15 @@ def parallelize(
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if ranks is not None:
         model.hybrid.split(ranks)
-        overlap_products(ranks, config, world, model.hybrid.platform)
-    if config.float8 is not None:
-        float8.convert(model.hybrid, config.float8, model.hybrid.platform, shards=sharding.size(-1))
+        ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
+    changes = [Float8(config.float8, shards=sharding.size(-1))] if config.float8 is not None else []
+    changes = [*changes, *adaptations(adapt)]
+    for converter in changes:
+        converter.convert(model.hybrid, model.hybrid.platform)
     if segments is not None:
         model.hybrid.enable_segments()
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
-    kept = float8.KEPT_BY_CHECKPOINTING if config.float8 is not None else set()
+    kept = set[str]().union(*(converter.saved_ops() for converter in changes))
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
     if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
         fraction = config.activation_checkpointing.fraction
@@ -74,6 +78,8 @@ def parallelize(
     if device.type == "cuda":
         sum_by_our_kernel(model)
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     return segments
 
 

@@ -20,6 +20,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.train.build import build
+from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -73,8 +74,6 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     config = continued(config, resumed) if resumed else config
 
     training = build(config, world, device)
-    if world.is_main:
-        write_resolved(folder, training.config)
     loader = build_train_loader(
         config.data,
         global_batch_size=config.train.global_batch_size,
@@ -84,19 +83,27 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
     schedule = resolved_schedule(config, len(loader), samples)
+    if world.is_main:
+        write_resolved(folder, training, config, world, schedule)
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-    set_weights(training, resumed)
+    beneath = set_weights(training, resumed)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""
         known = {"steps_per_epoch": len(loader), "total_steps": schedule.total}
         return max(length.steps(tokens_per_step=config.tokens_per_step, **known), 1)
 
-    checkpoints = Checkpoints(training, schedule, steps, world, resumed)
+    checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
+    stability = Stability(
+        config.train,
+        training.spikes,
+        ranks and TensorGradients(model.hybrid, ranks),
+        rewind and rewind.ask,
+    )
     with without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -114,12 +121,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             callbacks=[
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
-                Stability(
-                    config.train,
-                    training.spikes,
-                    ranks and TensorGradients(model.hybrid, ranks),
-                    rewind and rewind.ask,
-                ),
+                *layer_parts(model.hybrid, stability),
+                stability,
                 *([training.average] if training.average is not None else []),
                 Throughput(training.cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),

@@ -30,8 +30,8 @@ before_loss, after_loss, before_backward, after_backward."""
 
 @dataclass(frozen=True)
 class StepResult:
-    """losses: `total`, which was differentiated, and the objective's terms, of this rank's part of the batch; their means over the
-    ranks are those over all labels. Detached, on the model's device."""
+    """losses: `total`, which was differentiated, the objective's terms, and losses that layers attached, of this rank's part of the
+    batch; their means over the ranks are those over all labels. Detached, on the model's device."""
 
     losses: dict[str, Tensor]
 
@@ -94,6 +94,8 @@ class Step:
         [labels] = summed(self.group, sum(part["n_labels"] for part in parts))
         mean, marks = labels / dist.get_world_size(), self.graphs is None or not self.graphs.microbatches
         losses: dict[str, Tensor] = {}
+        if self.model.hybrid.losses is not None:
+            self.model.hybrid.losses.reset()
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             if marks:
@@ -102,7 +104,8 @@ class Step:
             if last and self.graphs is not None:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
-        return StepResult(losses)
+        attached = self.model.hybrid.losses
+        return StepResult(losses if attached is None else losses | attached.terms)
 
     def _microbatch(self, batch: Batch, weight: float, observe: Observer) -> dict[str, Tensor]:
         """The weighted losses. Nothing keeps the autograd graph longer: its nodes remember the stream that they ran on, for which
@@ -115,7 +118,7 @@ class Step:
         for moment in ("after_forward", "before_loss", "after_loss", "before_backward"):
             observe(moment, batch, output)
         (output.loss * weight).backward()
-        losses = {"total": output.loss.detach(), **self.objective.terms(output)}
+        losses = {"total": output.loss.detach(), **output.terms}
         observe("after_backward", batch, None)
         return {name: loss * weight for name, loss in losses.items()}
 

@@ -165,9 +165,9 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
         outcome = train(config, verified)
     try:
         report(config, outcome, file=file, overrides=overrides, seconds=time.perf_counter() - began)
-    except Exception:
-        outcome.uploads.finish()  # what is trained must not be lost with the report of it
-        raise
+    except Exception as error:  # the run is complete all the same
+        file_log.warning(traceback.format_exc())
+        run_log.warning(f"WARNING: training is complete, but not its report: {type(error).__name__}: {error}")
     outcome.uploads.finish()
     return 0
 

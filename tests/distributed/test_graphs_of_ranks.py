@@ -61,9 +61,7 @@ class WithoutGraphs(MicrobatchGraph):
         with torch.enable_grad(), self.reading(), added_to(self.gradients, self.weights.leaves):
             output = compute_loss(self.model, self.objective, self.batch)
             output.loss.backward()
-        self.loss, self.ce, self.z, self.n_tokens = (
-            t.detach() for t in (output.loss, output.ce, output.z, output.n_tokens)
-        )
+        self.output = output.each(torch.detach)
 
     def add(self) -> None:
         for total, gradient in zip(self.sums, self.gradients, strict=True):

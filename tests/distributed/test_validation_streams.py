@@ -69,7 +69,7 @@ def by_hand(made: Config, model: CausalLM) -> dict[str, float]:
         with torch.no_grad():
             losses = [model.loss(batch["input_ids"], batch["labels"]) for batch in loader]
         for key in (name, "all"):
-            sums.setdefault(key, []).extend(float(loss.ce) for loss in losses)
+            sums.setdefault(key, []).extend(float(loss.terms["cross_entropy"]) for loss in losses)
     return {name: sum(losses) / len(losses) for name, losses in sums.items()}
 
 

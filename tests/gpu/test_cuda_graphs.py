@@ -12,11 +12,14 @@ import torch
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch, compute_loss
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph
 from llmtrain.train.parallel import compile_layers
+from tests.support import experts
+from tests.support.models import VOCAB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,11 +85,11 @@ def step(of: CausalLM, loss_of, batches, graphs: GraphedLoss | None = None) -> t
     for number, each in enumerate(batches):
         output = loss_of(each)
         (output.loss * (number + 1) / 4).backward()
-        outputs.append(LossOutput(*(t.detach() for t in vars(output).values())))
+        outputs.append(output.each(torch.detach))
         del output
     if graphs := graphs or (loss_of if isinstance(loss_of, GraphedLoss) else None):
         graphs.hand_over()
-    return [float(t) for each in outputs for t in vars(each).values()], gradients(of)
+    return [float(t) for each in outputs for t in (each.loss, *each.terms.values(), each.n_tokens)], gradients(of)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -195,3 +198,25 @@ def test_a_capture_that_fails_is_told_and_training_goes_on():
     for (losses, expected), (got_losses, got) in zip(wanted, found, strict=True):
         assert got_losses == losses and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     hook.remove()
+
+
+def test_losses_that_layers_attach_and_their_counts_are_those_of_the_microbatches():
+    torch._dynamo.reset()
+    hybrid = HybridLM(experts.config(balance=0.3), dtype=torch.bfloat16).cuda()
+    hybrid.init_weights(1)
+    hybrid.cast(torch.bfloat16)
+    ours = CausalLM(hybrid, LossConfig())
+    graphs = graphed(ours, 2, required=True)
+    batches = [{name: value % VOCAB for name, value in batch(seed).items()} for seed in range(2)]
+    for _ in range(4):  # the first step runs without graphs, the second makes them
+        seen = []
+        for loss_of in (plain(ours), graphs):
+            if hybrid.losses is not None:
+                hybrid.losses.reset()
+            sums = step_sums(hybrid)
+            for total in sums:
+                total.zero_()
+            _, found = step(ours, loss_of, batches)
+            seen.append([*found, *(t.clone() for t in (*sums, hybrid.losses.terms["balance"]))])  # type: ignore[union-attr]
+        torch.testing.assert_close(*seen, atol=1e-5, rtol=1e-4)
+    assert graphs.graph is not None and float(hybrid.losses.terms["balance"]) > 0.3  # type: ignore[union-attr]

@@ -19,6 +19,19 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gated_norm", {"group_size": 24, "norm_first": 1, "tokens": 10}, "weight"),
     ("norm", {"dim": 600, "tokens": 10}, "weight"),
     ("norm", {"dim": 600, "centred": True, "biased": True, "summed": False, "tokens": 10}, "weight"),
+    (
+        "attention",
+        {
+            "head_dim": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "seq_len": 64,
+            "tokens": 128,
+            "variant": "documents",
+            "document": 20,
+        },
+        "v",
+    ),
     ("rotary", {"head_dim": 16, "heads": 4, "kv_heads": 2, "seq_len": 5, "tokens": 10}, "sin"),
 ]
 
@@ -33,6 +46,16 @@ def test_a_right_launch_passes_and_a_wrong_result_does_not(operation, case, tens
     kept = getattr(made, tensor)
     setattr(made, tensor, kept + 1)
     assert all(made.error(part, made.candidates(part, True)[0]) > made.tolerance for part in made.parts)
+
+
+def test_a_kernel_of_a_scan_is_checked_within_the_whole_scan():
+    case = {"heads": 2, "head_dim": 16, "d_state": 16, "seq_len": 64, "tokens": 64, "packed": 1, "dtype": "float32"}
+    made = search("ssd", case, "cpu", WHERE)
+    for part in ("chunk_scan/64", "intra_chunk_bwd/32"):
+        first = made.candidates(part, True)[0]
+        assert made.error(part, first) < made.tolerance
+    made.tensors[3] = made.tensors[3] + 1
+    assert made.error(part, first) > made.tolerance
 
 
 def test_what_is_not_given_a_launch_takes_the_tables():

@@ -53,13 +53,10 @@ class Index:
         return sorted({piece.file for name in chosen for piece in self.tensors[name].pieces})
 
 
-def weights_prefix(folder: Path, manifest: Manifest, ema: bool) -> str:
-    """Beginning of the names of a checkpoint's weights, or of their moving averages. Raises CheckpointError if it has none."""
-    if not ema:
-        return "model."
-    if not any(name.startswith("ema.") for name in read(folder, manifest).tensors):
+def require_average(folder: Path, index: Index) -> None:
+    """Raise CheckpointError unless a checkpoint has moving averages of weights."""
+    if not any(name.startswith("ema.") for name in index.tensors):
         raise CheckpointError(f"{folder} has no moving average of the weights: its run was trained without train.ema")
-    return "ema."
 
 
 def write(folder: Path, index: Index) -> FileRecord:

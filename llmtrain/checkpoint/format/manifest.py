@@ -24,6 +24,8 @@ from llmtrain.config.regular_file import open_regular
 from llmtrain.errors import UserError
 
 FORMAT = 2
+BASE_FORMAT = 3
+"""Of checkpoints that hold a part of the model. What reads format 2 alone would take one for damaged, and go back to another."""
 NAME = "manifest.json"
 OWN_FILE = re.compile(
     r"(manifest|index)\.json(\.tmp)?|tensors[\d-]*\.safetensors|__\d+_\d+\.distcp|\.metadata|model\.yaml|tokenizer.*"
@@ -59,6 +61,13 @@ class FileRecord(TypedDict):
     xxh3_128: str
 
 
+class Base(TypedDict):
+    """The checkpoint that has what another one of the same model does not hold: its place, and its save_id."""
+
+    address: str
+    save_id: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint beyond its tensors. Plain JSON: nothing in it names a device, a rank count or a kernel.
@@ -67,6 +76,7 @@ class Manifest:
     clock: Composer's timestamp (steps, samples, tokens, epochs).
     data: StreamingDataset's position, and `fingerprint` of the shards.
     files: every file beside the manifest that belongs to the checkpoint, by its plain name.
+    base: the checkpoint beneath, where this one holds a part of the model's parameters.
     """
 
     save_id: str
@@ -78,6 +88,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     format: int = FORMAT
+    base: Base | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +97,12 @@ class Manifest:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest so that it is either whole or absent, also after a power cut. Its last line is the hash of the rest."""
-    body = json.dumps(asdict(manifest), indent=1).encode()
+    fields = asdict(manifest)
+    if manifest.base is None:
+        del fields["base"]
+    else:
+        fields["format"] = BASE_FORMAT
+    body = json.dumps(fields, indent=1).encode()
     checksum = xxhash.xxh3_128_hexdigest(body)
     temporary = folder / (NAME + ".tmp")
     write_synced(temporary, body.removesuffix(b"\n}") + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
@@ -203,9 +219,9 @@ def _decode_fields(folder: Path | str, text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{folder}/{NAME} cannot be read: {error}") from None
     if not isinstance(fields, dict) or type(fields.get("format")) is not int:
         raise _not_a_manifest(folder, "it has no format")
-    if fields["format"] > FORMAT:
+    if fields["format"] > BASE_FORMAT:
         raise NewerFormatError(
-            f"{folder} was written in format {fields['format']}; this llmtrain reads up to {FORMAT}. Update llmtrain"
+            f"{folder} was written in format {fields['format']}; this llmtrain reads up to {BASE_FORMAT}. Update llmtrain"
         )
     if fields.pop("xxh3_128", None) is None:
         if fields["format"] < FORMAT:
@@ -228,6 +244,13 @@ def _decode(folder: Path | str, fields: dict[str, Any]) -> Manifest:
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):
             raise _not_a_manifest(folder, name)
+    base = manifest.base
+    if base is not None and not (
+        isinstance(base, dict)
+        and base.keys() == {"address", "save_id"}
+        and all(isinstance(v, str) for v in base.values())
+    ):
+        raise _not_a_manifest(folder, "base")
     for name, record in manifest.files.items():
         # A name with a path in it would reach outside the folder.
         plain = name == Path(name).name and name not in ("", "..", NAME) and "\0" not in name

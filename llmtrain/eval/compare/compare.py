@@ -28,7 +28,16 @@ _NO_MATTER = {
 
 _OF_ROWS = {
     *("model", "path", "task", "shots", "convention", "metric", "value", "stderr", "metrics", "categories"),
-    *("documents", "documents_file", "skipped_documents", "requests", "asked", "seconds", "style"),
+    *(
+        "documents",
+        "documents_file",
+        "documents_xxh3_128",
+        "skipped_documents",
+        "requests",
+        "asked",
+        "seconds",
+        "style",
+    ),
     *("lower_is_better", "task_settings"),
 }
 """Entries of a result that need no note where they differ."""

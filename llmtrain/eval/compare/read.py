@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.checksums import KEY, DamagedError, decode
 from llmtrain.config.report import suggest
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.document_scores import Line, read_lines
@@ -41,7 +41,7 @@ class Side:
                 f"{self.folder}: was written before documents were kept; run the same `llmtrain eval` again, which asks nothing "
                 "anew"
             )
-        return read_lines(self.folder / file)
+        return read_lines(self.folder / file, self.rows[key].get("documents_xxh3_128"))
 
 
 def read_sides(a: Path, b: Path | None, model_a: str | None, model_b: str | None) -> tuple[Side, Side]:
@@ -67,7 +67,7 @@ def read_sides(a: Path, b: Path | None, model_a: str | None, model_b: str | None
 def _content(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content, _ = decode(file.read_bytes())
         rows = content["results"]
         assert rows and all(one["documents"] and one["metrics"] and one["convention"] for one in rows)
         return content
@@ -79,6 +79,10 @@ def _content(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise EvalError(f"{file}: {error.strerror}") from None
+    except DamagedError as error:
+        if f'"{KEY}"'.encode() not in file.read_bytes():
+            raise EvalError(f"{file}: is no results.json of `llmtrain eval`") from None
+        raise EvalError(f"{file} {error}; run the same `llmtrain eval` again, which asks nothing anew") from None
     except (ValueError, KeyError, TypeError, AssertionError):
         raise EvalError(f"{file}: is no results.json of `llmtrain eval`") from None
 

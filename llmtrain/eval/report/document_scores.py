@@ -10,10 +10,12 @@ import gzip
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.checksums import DamagedError, checksum
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.metrics import DocumentMetrics, WeightedSum
 
@@ -58,14 +60,17 @@ def encode_lines(documents: Sequence[DocumentMetrics]) -> bytes:
     return gzip.compress(text.encode(errors="surrogatepass"), mtime=0)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Lines of a file. Raises EvalError for one that is missing or damaged."""
+def read_lines(path: Path, expected: str | None = None) -> list[Line]:
+    """Lines of a file. expected: its checksum, if that is known. Raises EvalError for one that is missing or damaged."""
     try:
-        text = gzip.decompress(path.read_bytes()).decode(errors="surrogatepass")
+        content = path.read_bytes()
+        if expected is not None and checksum(content) != expected:
+            raise DamagedError("it is not what was written: its checksum differs")
+        text = gzip.decompress(content).decode(errors="surrogatepass")
         return [json.loads(line) for line in text.split("\n") if line]
     except FileNotFoundError:
         raise EvalError(f"{path}: no such file; run the same `llmtrain eval` again, which asks nothing anew") from None
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise EvalError(f"{path} cannot be read ({error}); run the same `llmtrain eval` again") from None
 
 

@@ -1,7 +1,7 @@
 """Responses on disk, which an interrupted or repeated evaluation reuses. Imports no torch.
 
 One file per model and set of requests, named by a digest of both, with one line per document that is appended when it is
-answered. A line that was cut short by a kill is not JSON and is skipped.
+answered, with its checksum. A line that was cut short by a kill, or is damaged, is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.checksums import encode_record, read_records
 from llmtrain.eval.prompts.requests import (
     GeneratedText,
     GenerateUntilRequest,
@@ -23,6 +24,7 @@ from llmtrain.eval.prompts.requests import (
     Response,
     Responses,
 )
+from llmtrain.logs import log
 
 FORMAT = 1
 
@@ -50,24 +52,33 @@ class ResponseStore:
         self.path = folder / f"{key[:32]}.jsonl"
 
     def read(self) -> Responses:
-        """Stored responses; empty if there is no file or its first line differs from `about`."""
+        """Stored responses; empty if there is no file or its first line differs from `about`. Damaged lines are named, and their
+        documents left out."""
         if not self.path.is_file():
             return {}
-        found: Responses = {}
-        for number, line in enumerate(self.path.read_text(encoding="utf-8", errors="replace").splitlines()):
-            try:
-                content = json.loads(line)
-            except json.JSONDecodeError:
+        stored, found = read_records(self.path), {}
+        damaged = dict(stored.damaged)
+        for number, content in enumerate(stored.records):
+            if "document" not in content:
+                if number == 0 and content != self.about:
+                    return {}
                 continue
-            if number == 0 and content != self.about:
-                return {}
-            if "document" in content:
-                found[content["document"]] = [_response(fields) for fields in content["answers"]]
+            try:
+                document, answers = content["document"], [_response(fields) for fields in content["answers"]]
+                assert isinstance(document, int)
+            except (KeyError, IndexError, TypeError, AssertionError):
+                damaged[number + 1] = "holds no responses"
+                continue
+            found[document] = answers
+        if damaged:
+            lines = ", ".join(map(str, sorted(damaged)[:10])) + (", ..." if len(damaged) > 10 else "")
+            first = damaged[min(damaged)]
+            log.warning(f"WARNING: {self.path}: line {lines} {first}; the documents of damaged lines are asked again")
         return found
 
     def append(self, responses: Mapping[int, Sequence[Response]]) -> None:
         """Append responses and sync the file to disk."""
-        lines: list[Any] = [
+        lines: list[Mapping[str, Any]] = [
             {"document": document, "answers": [_fields(one) for one in some]} for document, some in responses.items()
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +89,7 @@ class ResponseStore:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a kill cut the last line short
                     file.write(b"\n")
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            file.write(b"".join(map(encode_record, lines)))
             file.flush()
             os.fsync(file.fileno())
 
@@ -90,4 +101,8 @@ def _fields(response: Response) -> list[Any]:
 
 
 def _response(fields: list[Any]) -> Response:
-    return GeneratedText(*fields) if isinstance(fields[0], str) else Loglikelihood(*fields)
+    """Raises TypeError or IndexError for what is none."""
+    response = GeneratedText(*fields) if isinstance(fields[0], str) else Loglikelihood(*fields)
+    if not isinstance(response, GeneratedText) and not isinstance(response.log_likelihood, int | float):
+        raise TypeError(fields)
+    return response

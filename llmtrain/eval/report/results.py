@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
+from llmtrain.config.checksums import checksum, encode_json
 from llmtrain.eval.report import long_table
 from llmtrain.eval.report.document_scores import encode_lines
 from llmtrain.eval.report.files import file_name, markdown_table, write_file, write_text
@@ -106,12 +106,17 @@ def write_results(report: Report, folder: Path, *, settings: Mapping[str, Any], 
     settings: those of the run, copied into results.json.
     """
     (folder / DOCUMENTS).mkdir(parents=True, exist_ok=True)
-    files = document_files(report.results)
+    files, checksums = document_files(report.results), []
     for result, file in zip(report.results, files, strict=True):
         (folder / file).parent.mkdir(exist_ok=True)
-        write_file(folder / file, encode_lines(result.metrics.per_document))
+        lines = encode_lines(result.metrics.per_document)
+        write_file(folder / file, lines)
+        checksums.append(checksum(lines))
+    content = as_json(report, settings)
+    for row, found in zip(content["results"], checksums, strict=True):
+        row["documents_xxh3_128"] = found
     written = [
-        write_text(folder / RESULTS, json.dumps(as_json(report, settings), indent=1, ensure_ascii=False) + "\n"),
+        write_file(folder / RESULTS, encode_json(content)),
         write_text(folder / "results.md", as_markdown(report)),
         write_text(folder / "results.csv", as_csv(report)),
         write_text(folder / "results_long.csv", as_long_csv(report)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmtrain.checkpoint.beneath import open_stack
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
@@ -55,7 +56,9 @@ def find_model(source: str, backend: Backend = "auto", ema: bool = False) -> Fou
             raise EvalError(
                 f"{folder} is a checkpoint of llmtrain, which transformers cannot read; `llmtrain export` it"
             )
-        indexes.weights_prefix(folder, manifest, ema)  # raises if there is no average
+        stack = open_stack(folder, manifest)  # raises if the checkpoint beneath is not there
+        if ema:
+            indexes.require_average(folder, stack[0].index)
     else:
         folder = Path(find_hf_folder(source))
         if ema:

@@ -297,7 +297,7 @@ def _refuse_other_layers(
     refusals.unless(isinstance(block, kinds), f"model.blocks.{name}.type", block.type, instead)
     dense = block.mlp is None or isinstance(block.mlp, MLPSection)
     found = block.mlp and block.mlp.type
-    refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs; set another type")
+    refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs, such as swiglu")
 
 
 def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type]) -> list[Any]:

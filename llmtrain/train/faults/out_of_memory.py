@@ -8,7 +8,7 @@ from llmtrain.errors import UserError
 from llmtrain.flops.units import binary
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.candidates import ADVISED
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.fitting import plans_that_fit, ranks_that_fit
 from llmtrain.plan.memory import Memory, ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
@@ -24,7 +24,7 @@ def explain(
 ) -> str:
     """available, graphs: bytes of memory of this rank's GPU, and of its CUDA graphs. local_size: ranks of a node; default: all."""
     local_size = local_size or world_size
-    sizes = parameter_sizes(meta_model(config.model), config.train.parallel.tensor, config.train.float8)
+    sizes = parameter_sizes(config)
     config = resolve_auto(config, sizes, world_size, local_size, available).config
     # torch's message goes on with how much is in use, and with advice about its allocator.
     first = str(error).strip().splitlines()[0].split(". GPU ")[0].rstrip(".")

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch, Objective, compute_loss, loss_in
 from llmtrain.plan.graph_gain import gained_by_run
@@ -203,7 +205,7 @@ class MicrobatchGraph:
                     self._record()
                 self.reached = sorted(reached)
             self.nbytes = torch.cuda.memory_reserved() - before
-        self.anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=self.output.loss.device, requires_grad=True)
         free, total = torch.cuda.mem_get_info()
         if free < MEMORY_LEFT * total + self.weights.nbytes_beside:
             raise NoGraph(
@@ -226,7 +228,7 @@ class MicrobatchGraph:
             here.copy_(batch[name], non_blocking=True)
         loss = _Replay.apply(self.anchor, self)
         assert isinstance(loss, Tensor)
-        return LossOutput(loss, self.ce.clone(), self.z.clone(), self.n_tokens.clone())
+        return replace(self.output.each(torch.clone), loss=loss)
 
     def forward(self) -> tuple[Tensor, int]:
         """The loss, and the number of this forward pass, for `backward`."""
@@ -236,7 +238,7 @@ class MicrobatchGraph:
             torch._foreach_zero_([self.sums[i] for i in self.reached])
         self.forward_graph.replay()
         self._forwards += 1
-        return self.loss.clone(), self._forwards
+        return self.output.loss.clone(), self._forwards
 
     def backward(self, d_loss: Tensor, number: int) -> None:
         """Add the gradients to their sums."""
@@ -275,9 +277,7 @@ class MicrobatchGraph:
         self.d_loss = torch.ones_like(output.loss)
         with self._recording(self.backward_graph, pool):
             output.loss.backward(self.d_loss)
-        self.loss, self.ce, self.z, self.n_tokens = (
-            t.detach() for t in (output.loss, output.ce, output.z, output.n_tokens)
-        )
+        self.output = output.each(torch.detach)
 
     @contextlib.contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -318,13 +318,17 @@ def _fsdp_streams(model: CausalLM) -> list[torch.cuda.Stream]:
 
 @contextlib.contextmanager
 def _without_gradients(model: CausalLM) -> Iterator[None]:
-    """Parameters have no gradients within, and afterwards those of before."""
+    """Parameters have no gradients within, and afterwards those of before, as have the layers' sums of the step."""
     kept = [(p, p.grad) for p in model.parameters()]
+    sums = [*step_sums(model), *(model.hybrid.losses.terms.values() if model.hybrid.losses else ())]
+    before = [total.clone() for total in sums]
     for parameter, _ in kept:
         parameter.grad = None
     try:
         yield
     finally:
+        for total, value in zip(sums, before, strict=True):
+            total.copy_(value)
         for parameter, gradient in kept:
             parameter.grad = gradient
 

@@ -193,8 +193,9 @@ class ProgressLogger(LoggerDestination):
         parts = []
         if TRAINING_LOSS in self.metrics:
             parts.append(f"loss {self.metrics[TRAINING_LOSS]:.4f}")
-        if "loss/train/z" in self.metrics:
-            parts.append(f"z-loss {self.metrics['loss/train/z']:.4f}")
+        for name, value in self.metrics.items():
+            if name.startswith("loss/train/") and name not in (TRAINING_LOSS, "loss/train/total"):
+                parts.append(f"{name.rpartition('/')[2]}-loss {value:.4f}")
         if "throughput/tokens_per_second" in self.metrics:
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:

@@ -89,15 +89,15 @@ def test_layers_are_converted_for_nvidia_alone(shards, tmp_path, caplog):
     config = Float8Config(casts="triton", small_products=True)
     converted = model()
     caplog.set_level("INFO", "llmtrain.run")
-    float8.convert(converted, config, H200, shards=1)
+    float8.Float8(config, shards=1).convert(converted, H200)
     products = [module for module in converted.modules() if isinstance(module, CastOnceProjection)]
     assert caplog.messages[0].startswith(f"float8 (tensorwise): {len(products)} of ")
     assert any(type(module) is CastOnceProjection for module in converted.modules())
     other = model()
-    float8.convert(other, config.model_copy(update={"casts": "compiled"}), H200, shards=1)
+    float8.Float8(config.model_copy(update={"casts": "compiled"}), shards=1).convert(other, H200)
     assert not any(type(module) is CastOnceProjection for module in other.modules())
     with pytest.raises(UserError, match=r"train\.float8\.casts = triton: .* NVIDIA's GPUs; use compiled"):
-        float8.convert(model(), config, MI300, shards=1)
+        float8.Float8(config, shards=1).convert(model(), MI300)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_what_is_not_whole_is_refused_and_the_one_before_is_found(tmp_path, kind
 def test_a_checkpoint_of_a_later_llmtrain_is_not_passed_over_for_an_older_one(tmp_path):
     make(tmp_path, 5)
     rewrite(make(tmp_path, 10), format=99)
-    with pytest.raises(NewerFormatError, match=r"written in format 99; this llmtrain reads up to 2. Update llmtrain"):
+    with pytest.raises(NewerFormatError, match=r"written in format 99; this llmtrain reads up to 3. Update llmtrain"):
         Repository(tmp_path).newest(pytest.fail)
 
 

@@ -13,7 +13,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format import storage
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
 from llmtrain.checkpoint.format.storage import ShardWriter, StatePlanner
-from llmtrain.checkpoint.save_load import load_state
+from llmtrain.checkpoint.save_load import load_state, stack_of
 from llmtrain.convert import lazy_checkpoint
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
@@ -76,7 +76,7 @@ def test_it_is_loaded_with_rows_in_any_number(saved, tensors, monkeypatch):
     for size in (1, 100, 2**20):
         monkeypatch.setattr(storage, "READ_BYTES", size)
         into = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
-        load_state(folder, manifest, into, verify=True)
+        load_state(stack_of(folder, manifest), into, verify=True)
         assert all(torch.equal(into[name], tensors[name]) for name in SHAPES)
 
 
@@ -104,7 +104,7 @@ def test_values_and_dtypes_come_back_as_they_were(tmp_path):
     }
     manifest = save(tmp_path / "checkpoint", dict(state))
     into = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v and type(v)() for name, v in state.items()}
-    load_state(tmp_path / "checkpoint", manifest, into, verify=True)
+    load_state(stack_of(tmp_path / "checkpoint", manifest), into, verify=True)
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             assert into[name].dtype == value.dtype and torch.equal(into[name], value)

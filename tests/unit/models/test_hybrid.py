@@ -73,7 +73,7 @@ def test_every_block_gives_logits_a_loss_and_all_gradients(name):
     ids = tokens()
     assert logits(model, ids).shape == (2, 21, 80)
     out = loss(model, ids)
-    assert abs(out.ce - torch.log(torch.tensor(80.0))) < 0.5  # fresh weights know nothing
+    assert abs(out.terms["cross_entropy"] - torch.log(torch.tensor(80.0))) < 0.5  # fresh weights know nothing
     out.loss.backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), parameter_name

@@ -8,8 +8,7 @@ import pytest
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.spec import STORED_BYTES, STORED_FROM
-from llmtrain.models.sections.float8 import Float8Config
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import (
     ParameterSizes,
     estimate_memory,
@@ -97,16 +96,15 @@ def test_float8_gathers_weights_and_keeps_inputs_of_products_in_one_byte():
 def test_products_in_float8_and_their_inputs_are_counted_by_use():
     """An MPT layer: q, k, v of one product, the output's, and the MLP's two. A shared block counts once, its inputs at each use."""
     d_model, layers = 2048, 24
-    mpt = parameter_sizes(meta_model(config().model), float8=Float8Config())
+    mpt = parameter_sizes(config("train.float8={}"))
     assert (mpt.float8, mpt.float8_inputs) == (12 * d_model**2 * layers, 7 * d_model * layers)
     assert mpt.float8_beside == d_model * layers
-    gated = parameter_sizes(meta_model(config("model.blocks.attn.output_gate=true").model), float8=Float8Config())
+    gated = parameter_sizes(config("model.blocks.attn.output_gate=true", "train.float8={}"))
     assert gated.float8_beside == 0
     shared = {"type": "shared_attention", "n_heads": 16, "adapter_rank": None, "mlp": {"type": "geglu", "d_ff": 8192}}
     once, twice = (
         parameter_sizes(
-            meta_model(config(f"model.blocks={json.dumps({'m': MAMBA, 's': shared})}", f"model.layers={layers}").model),
-            float8=Float8Config(),
+            config(f"model.blocks={json.dumps({'m': MAMBA, 's': shared})}", f"model.layers={layers}", "train.float8={}")
         )
         for layers in ("s+m m m", "s+m s+m m")
     )

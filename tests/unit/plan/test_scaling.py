@@ -10,7 +10,7 @@ import pytest
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.models.sections.float8 import Float8Config
-from llmtrain.plan.describe import meta_model, parameter_sizes
+from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes
 from llmtrain.plan.scaling import Cluster, Scale, cluster, curve, exchanged_seconds
 from llmtrain.schema.config import Config
@@ -32,7 +32,7 @@ def config(name: str = "mpt-1b", *overrides: str) -> Config:
 
 def predicted(name: str, rate: float, overrides: tuple[str, ...], sharding: str) -> Scale:
     run = config(name, *overrides, f"train.sharding={sharding}")
-    sizes = parameter_sizes(meta_model(run.model))
+    sizes = parameter_sizes(run)
     return next(point for point in curve(run, sizes, rate, H200, 141e9, wanted=2) if point.gpus == 2)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmtrain.config.checksums import decode, encode_json
 from llmtrain.eval.compare.compare import Comparison, compare
 from llmtrain.eval.compare.read import read_sides
 from llmtrain.eval.compare.write import as_json, as_markdown, draw, write_comparison
@@ -158,7 +160,7 @@ def test_a_gauntlet_is_compared_by_its_benchmarks(tmp_path):
 
 def with_groups(folder: Path, model: str, weights: tuple[float, float]) -> Path:
     """Add groups to results.json: `all` of t and the group `inner`, which is of u."""
-    content = json.loads((folder / "results.json").read_text())
+    content, _ = decode((folder / "results.json").read_bytes())
     t, u = (one["metrics"]["acc_sum"]["value"] for one in content["results"])
     mean = (weights[0] * t + weights[1] * u) / sum(weights)
     about = {"model": model, "shots": 0}
@@ -178,7 +180,7 @@ def with_groups(folder: Path, model: str, weights: tuple[float, float]) -> Path:
             "metrics": {"acc_sum": {"value": u}},
         },
     ]
-    (folder / "results.json").write_text(json.dumps(content))
+    (folder / "results.json").write_bytes(encode_json(content))
     return folder
 
 
@@ -305,15 +307,40 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     file = "documents/{}/t-0-shot.jsonl.gz"
     whole = (b / file.format("y")).read_bytes()
     (b / file.format("y")).write_bytes((a / file.format("x")).read_bytes())
+    assert "is not what was written" in refusal(a, b)
+    content, _ = decode((b / "results.json").read_bytes())
+    del content["results"][0]["documents_xxh3_128"]  # as an earlier version wrote it
+    (b / "results.json").write_text(json.dumps(content))
     assert "says 0.625, and its documents 0.5" in refusal(a, b)
     (b / file.format("y")).write_bytes(whole[: len(whole) // 2])
     assert "cannot be read" in refusal(a, b) and "run the same `llmtrain eval` again" in refusal(a, b)
     (b / file.format("y")).unlink()
     assert "no such file; run the same" in refusal(a, b)
-    content = json.loads((b / "results.json").read_text())
     content["results"][0].pop("documents_file")
     (b / "results.json").write_text(json.dumps(content))
     assert "was written before documents were kept" in refusal(a, b)
+
+
+def test_every_damage_to_the_files_of_a_result_is_refused(tmp_path):
+    a = write(tmp_path / "a", result("x", "t", choices(A)))
+    b = write(tmp_path / "b", result("y", "t", choices(B)))
+    before = as_json(compared(a, b))
+    rng = random.Random(0)
+    for file in (b / "results.json", b / "documents/y/t-0-shot.jsonl.gz"):
+        content = file.read_bytes()
+        for _ in range(100):
+            at = rng.randrange(len(content))
+            file.write_bytes(content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :])
+            try:
+                found = as_json(compared(a, b))
+            except EvalError:
+                continue
+            assert found == before  # the name of the checksum was damaged, or the line break behind it
+        for at in rng.sample(range(len(content) - 1), 10):
+            file.write_bytes(content[:at])
+            with pytest.raises(EvalError):
+                compared(a, b)
+        file.write_bytes(content)
 
 
 def test_models_are_named_where_there_are_several(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
 from llmtrain.eval.report.response_store import ResponseStore, requests_digest
+from llmtrain.logs import log
 
 ABOUT = {"model": "a", "requests": "b"}
 ANSWERS = {
@@ -77,3 +79,40 @@ def test_how_far_to_generate_is_part_of_the_question():
         requests_digest([GenerateUntilRequest(0, (1,), stops, n)]) for stops in ((), ("a",), ("b",)) for n in (1, 2)
     }
     assert len(texts) == 6
+
+
+def test_a_damaged_line_is_named_and_its_document_asked_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    store = ResponseStore(tmp_path, ABOUT)
+    store.append(ANSWERS)
+    content = store.path.read_bytes()
+    for at in range(len(content) - 1):
+        for bit in (1, 8):
+            store.path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+            found = store.read()
+            assert all(found[document] == ANSWERS[document] for document in found), content[at - 5 : at + 5]
+    store.path.write_bytes(content.replace(b"-0.1", b"-0.2"))
+    caplog.clear()
+    assert store.read() == {3: ANSWERS[3]}
+    assert f"{store.path}: line 3 is not what was written" in caplog.text
+    store.append({5: ANSWERS[5]})
+    assert store.read() == ANSWERS
+
+
+def test_reads_lines_from_before_there_were_checksums_and_names_those_that_hold_no_responses(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(log, "propagate", True)
+    store = ResponseStore(tmp_path, ABOUT)
+    lines = [store.about, {"document": 5, "answers": [[-0.1, False, 1, 0]]}]
+    bad = [
+        {"document": 6},
+        {"document": 7, "answers": [[]]},
+        {"document": [], "answers": []},
+        {"document": 8, "answers": [[{}, 1, 1]]},
+    ]
+    store.path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *bad, [], 3]))
+    assert store.read() == {5: ANSWERS[5]}
+    assert "line 3, 4, 5, 6, 7, 8 holds no responses" in caplog.text
+    store.append({3: ANSWERS[3]})
+    assert store.read() == ANSWERS

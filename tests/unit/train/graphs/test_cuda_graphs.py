@@ -14,6 +14,8 @@ from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig
+from llmtrain.models.context import Context
+from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.graphs import cuda_graphs
@@ -104,9 +106,10 @@ class Loss(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
         self.calls = 0
 
-    def context(self, ids: Tensor, document_ids: Tensor | None, segments: None) -> None: ...
+    def context(self, ids: Tensor, document_ids: Tensor | None, segments: None) -> Context:
+        return Context([], None)
 
-    def forward(self, ids: Tensor, context: None, output: object) -> Tensor:
+    def forward(self, ids: Tensor, context: Context, output: object) -> Tensor:
         self.calls += 1
         return self.weight * ids.sum()
 
@@ -146,7 +149,8 @@ class Replayed(MicrobatchGraph):
         self.parameters, self.sums = parameters, [torch.full_like(p, math.nan) for p in parameters]
         self.objective, self.batch = NextToken(LossConfig()), ONE
         self.anchor = torch.zeros((), requires_grad=True)
-        self.loss = self.ce = self.z = self.n_tokens = torch.zeros(())
+        zero = torch.zeros(())
+        self.output = LossOutput(zero, {"cross_entropy": zero}, zero)
         self.d_loss, self.passes, self._forwards, self._backward_of = torch.ones(()), 0, 0, 0
         self.reached, self._within_step = list(range(len(parameters))), False
         self.weights = PersistentUnshardedWeights(nn.ParameterList(parameters))

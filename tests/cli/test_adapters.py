@@ -1,0 +1,214 @@
+"""Runs that train adapters beside frozen weights (tests/support/lora.py): the optimizer, checkpoints, and what reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
+from llmtrain.cli import main
+from llmtrain.generate.load import load_model
+from llmtrain.schema.config import Config
+from tests.support import lora, runs
+from tests.support.checkpoints import edit_manifest
+from tests.support.project import Project
+from tests.support.tiny import tiny_settings
+
+CHANGES = {
+    "adapt": {"lora": {"rank": 4, "targets": ["*.wqkv", "*.in_proj", "blocks.1.mixer.out_proj"]}},
+    "train.duration": "4 steps",
+    "checkpoint.interval": "2 steps",
+    "schedule.warmup": "0 steps",
+    "eval.interval": "4 steps",
+}
+
+
+@pytest.fixture(autouse=True)
+def lora_section() -> Iterator[None]:
+    lora.install()
+    yield
+    lora.uninstall()
+
+
+def train(settings: dict[str, Any], stop_before: int | None = None) -> runs.Run:
+    """A job."""
+    lora.install()
+    return runs.train(Config.model_validate_json(json.dumps(settings)), stop_before)
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def settings_of(finished: tuple[Project, str], run: Path, **changes: Any) -> dict[str, Any]:
+    base, _ = finished
+    return tiny_settings(base.shards, run, CHANGES | {"init_from": str(base.run_dir)} | changes)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_adapters_train_and_resume(ranks, finished, tmp_path, size, kind):
+    settings = [
+        settings_of(finished, tmp_path / name, **{"optimizer.type": kind, "train.ema": {"decay": 0.5}})
+        for name in ("whole", "stopped")
+    ]
+    whole, *_ = ranks(size).run(train, settings[0])
+    ranks(size).run(train, settings[1], 3)
+    resumed, *_ = ranks(size).run(train, settings[1])
+    assert resumed.losses == whole.losses and whole.losses[4] < whole.losses[1]
+    found, expected = (runs.read_tensors(checkpoint(tmp_path / name, 4)) for name in ("stopped", "whole"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, finished) -> Path:
+    """The folder of a run that has trained adapters for four steps on one process."""
+    folder = tmp_path_factory.mktemp("adapted")
+    lora.install()
+    settings = settings_of(finished, folder / "run", **{"train.ema": {"decay": 0.5}})
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    assert main(["train", str(folder / "run.yaml")]) == 0
+    return folder / "run"
+
+
+def logits(model: str, ema: bool = False) -> torch.Tensor:
+    causal_lm, _ = load_model(model, torch.float32, ema=ema)
+    with torch.no_grad():
+        return causal_lm.logits(torch.arange(48).reshape(2, 24))
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_names_its_base(adapted, finished):
+    folder = checkpoint(adapted, 4)
+    manifest, base = manifests.read(folder), manifests.read(finished[0].run_dir / "checkpoints" / "step-00000006")
+    assert manifest.base is not None and manifest.base["save_id"] == base.save_id
+    assert manifest.format == 3 and base.format == 2
+    names = indexes.read(folder, manifest).tensors
+    assert all(f".{lora.DOWN}." in name or f".{lora.UP}." in name for name in names)
+    assert {name.partition(".")[0] for name in names} == {"model", "optimizer", "ema"}
+    assert manifest.nbytes < base.nbytes / 4
+    found, expected = runs.read_tensors(folder), runs.read_tensors(finished[0].run_dir / "checkpoints/step-00000006")
+    assert not found.keys() >= {name for name in expected if name.startswith("model.")}
+
+
+def test_adapters_are_read_scored_and_exported_with_their_base(adapted, finished, tmp_path, capsys, monkeypatch):
+    run = str(adapted)
+    found = logits(run)
+    assert (found - logits(str(finished[0].run_dir))).abs().max() > 1e-3
+    assert (found - logits(run, ema=True)).abs().max() > 1e-5
+    for name, options in (("merged", []), ("averaged", ["--ema"])):
+        assert main(["export", run, str(tmp_path / name), *options]) == 0
+        torch.testing.assert_close(logits(str(tmp_path / name)), logits(run, ema=bool(options)), atol=2e-5, rtol=1e-5)
+    assert main(["checkpoint", "convert", run, str(tmp_path / "whole"), "--to", "llmtrain"]) == 0
+    assert manifests.read(tmp_path / "whole").base is None
+    assert torch.equal(logits(str(tmp_path / "whole")), found)
+    capsys.readouterr()
+    assert main(["checkpoint", "show", run]) == 0
+    assert f"base       {checkpoint(finished[0].run_dir, 6).resolve()}, save " in capsys.readouterr().out
+    assert main(["checkpoint", "verify", run]) == 0
+    assert main(["generate", run, "--prompt", "the quick", "--max-new-tokens", "2"]) == 0
+
+
+def test_another_rank_count_and_saving_again_keep_the_base(ranks, adapted, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(adapted, run)
+    changes = {"train.ema": {"decay": 0.5}, "train.duration": "6 steps"}
+    found, *_ = ranks(2).run(train, settings_of(finished, run, **changes))
+    assert list(found.losses) == [1, 2, 3, 4, 5, 6]
+    first, last = (manifests.read(checkpoint(run, step)) for step in (4, 6))
+    assert last.base == first.base
+    names = [indexes.read(checkpoint(run, one.step), one).tensors.keys() for one in (first, last)]
+    assert names[0] == names[1]
+
+
+def another_save(folder: Path) -> None:
+    again = folder.with_name("again")
+    assert main(["checkpoint", "convert", str(folder), str(again), "--to", "llmtrain"]) == 0
+    shutil.rmtree(folder)
+    again.rename(folder)
+
+
+def damaged(folder: Path) -> None:
+    [tensors, *_] = sorted(folder.glob("*.safetensors"))
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (another_save, "is another save"),
+        (damaged, "is damaged"),
+    ],
+    ids=["missing", "another save", "damaged"],
+)
+def test_a_base_that_is_not_the_one_is_refused(adapted, finished, tmp_path, capsys, harm, reason):
+    base, run = tmp_path / "base" / "checkpoints" / "step-00000006", tmp_path / "lora"
+    shutil.copytree(finished[0].run_dir, tmp_path / "base")
+    shutil.copytree(adapted, run)
+    record = manifests.read(checkpoint(run, 4)).base
+    assert record is not None
+    edit_manifest(
+        checkpoint(run, 4), base=record | {"address": str(tmp_path / "gone" / "base" / "checkpoints" / base.name)}
+    )
+    # Where it was there is none, and it is found beside the run.
+    assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+    harm(base)
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "1"]) == 2
+    assert reason in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_describe_shows_what_is_trained(adapted, finished, capsys):
+    file = str(adapted.parent / "run.yaml")
+    assert main(["describe", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["describe", file, "adapt=null", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    added = found["total_parameters"] - plain["total_parameters"]
+    assert 0 < added == found["trained_parameters"] < plain["trained_parameters"] == plain["total_parameters"]
+    assert found["memory"]["optimizer"] == 8 * added and found["memory"]["average"] == 4 * added
+    assert found["memory"]["gradients"] < plain["memory"]["gradients"] / 4
+    active, trained = found["active_parameters"], found["trained_active_parameters"]
+    squares = found["forward_full"]["attention"] + found["forward_full"]["scan"]
+    assert found["training_foundry"] == 4 * active + 2 * trained + 3 * squares
+    assert found["training_causal"] < 0.8 * plain["training_causal"]
+    assert main(["describe", file, "optimizer.type=muon"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"trained +{added:,} ", text) and "4 rather than 6 for a frozen parameter" in " ".join(
+        text.split()
+    )
+    # Seven layers of one map each, but for q, k and v and the five parts of Mamba-2's input.
+    matrices, maps = 2 * (3 + 1 + 1), (3 + 1 + 1) + 3 * 5 + 3 + 1
+    assert f"Muon, AdamW: {matrices} matrices ({maps} linear maps), {added:,} parameters; 0 by AdamW" in " ".join(
+        text.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapt": None}, "adapt"),
+        ({"adapt": {"lora": {"targets": ["*.wq"]}}, "init_from": None}, "*.wq matches no linear layer"),
+        ({"optimizer.groups": [{"match": "embed.*", "lr": 1e-4}]}, "matches no trained parameter"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(adapted, tmp_path, finished, capsys, changes, message):
+    settings = settings_of(finished, tmp_path / "run", **{"init_from": str(adapted)} | changes)
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    assert message in capsys.readouterr().err
