@@ -105,7 +105,8 @@ def with_figures(text: str, folder: Path = RESULTS) -> str:
         values = [row[field] for row in rows(name, folder) if field in row and what in ("*", row["what"])]
         if not values or not (choice or len(values) == 1):
             raise UserError(f"{found[0]}: {len(values)} figures")
-        return format(max(values) if choice == "most " else min(values), spec or "")
+        text = format(max(values) if choice == "most " else min(values), spec or "")
+        return re.sub(r"e([+-])0+(?=\d)", r"e\1", text) if "e" in spec else text
 
     return re.sub(r"\{(least |most )?([\w/-]+)\|([^|{}]+)\|(\w+)\|?([^}]*)\}", figure, text)
 
@@ -128,6 +129,17 @@ def table(layout: Row, folder: Path = RESULTS) -> list[str]:
     return [*lines, "", *([with_figures(layout["note"], folder).strip(), ""] if "note" in layout else [])]
 
 
+def sentence(layout: Row, folder: Path = RESULTS) -> list[str]:
+    """Markdown lines in place of a table: a sentence with figures, and a link to the rows."""
+    name = layout["results"]
+    file = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    source = ", ".join(file[key] for key in PROVENANCE[:3] if file[key])
+    return [
+        f"{with_figures(layout['sentence'], folder).strip()} ({source}; [rows](benchmarks/results/{name}.json))",
+        "",
+    ]
+
+
 def benchmarks_page(layout: Row, folder: Path = RESULTS) -> str:
     lines = [
         "# Benchmarks",
@@ -141,7 +153,7 @@ def benchmarks_page(layout: Row, folder: Path = RESULTS) -> str:
         lines += [f"{'#' * section.get('level', 2)} {section['heading']}", ""]
         lines += [section["text"].strip(), ""] if "text" in section else []
         for one in section.get("tables", ()):
-            lines += table(one, folder)
+            lines += sentence(one, folder) if "sentence" in one else table(one, folder)
         lines += [
             line for text, picture in section.get("pictures", {}).items() for line in (f"![{text}]({picture})", "")
         ]
