@@ -34,7 +34,7 @@ from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
-from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
 from llmtrain.train.ranks.async_tensor import overlap_products
 from llmtrain.train.ranks.host_inputs import HostInputs
 
@@ -56,7 +56,7 @@ def parallelize(
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if ranks is not None:
         model.hybrid.split(ranks)
-        overlap_products(ranks, config, world, model.hybrid.platform)
+        ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
     changes = [Float8(config.float8, shards=sharding.size(-1))] if config.float8 is not None else []
     changes = [*changes, *adaptations(adapt)]
     for converter in changes:
