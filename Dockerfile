@@ -6,7 +6,7 @@
 # Both targets install the wheels of the first stage, as `pip install dist/*.whl` does (README.md).
 # UV_EXCLUDE_NEWER: as in pyproject.toml, whose overrides UV_NO_CONFIG leaves out: the wheels need none.
 # UV_COMPILE_BYTECODE: the image's user may not write any, and each rank would compile all it imports at every start.
-# --ipc=host: StreamingDataset and NCCL share memory between the ranks.
+# --ipc=host: NCCL shares memory between the ranks, and PyTorch between a rank and its loader processes.
 
 # ---------------------------------------------------------------------------------------------------------------------
 # llmtrain's wheel, with its YAMLs and tasks inside, and those of Composer and streaming that it requires.

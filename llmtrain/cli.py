@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pwd
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -52,9 +54,18 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _name_user() -> None:
+    """Set USER where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, needs it."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("USER", f"uid-{os.getuid()}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status (see `llmtrain.errors`)."""
     open_closed_streams()
+    _name_user()
     root = parser()
     given = list(sys.argv[1:] if argv is None else argv)
     if any(word == "" and before not in ("--prompt", "--stop") for before, word in pairwise(["", *given])):

@@ -6,13 +6,12 @@ and two hardware threads share what one core has.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 _BLOCK = bytes(1024)
@@ -55,22 +54,6 @@ def _spinner(cpu: int, seconds: float) -> subprocess.Popen[str]:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout and child.stdout.readline() == "ready\n"
     return child
-
-
-@contextlib.contextmanager
-def busy(cpus: Sequence[int]) -> Generator[None]:
-    """Keep CPUs hashing meanwhile."""
-    children = [_spinner(cpu, 1e9) for cpu in cpus]
-    try:
-        for child in children:
-            assert child.stdin
-            child.stdin.write("\n")
-            child.stdin.flush()
-        yield
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
 
 
 def physical_cores() -> list[int]:

@@ -42,10 +42,11 @@ def commit() -> str | None:
 
 class Report:
     """Rows of one program. out: file that is rewritten after each row. keep: rows that are there already are kept, so that an
-    interrupted sweep goes on; otherwise the file begins anew. Raises UserError where the file is no such report."""
+    interrupted sweep goes on; otherwise the file begins anew. quiet: print nothing. Raises UserError where the file is no such
+    report."""
 
-    def __init__(self, out: Path | None = None, *, keep: bool = False):
-        self.out, self.rows = out, list[Row]()
+    def __init__(self, out: Path | None = None, *, keep: bool = False, quiet: bool = False):
+        self.out, self.quiet, self.rows = out, quiet, list[Row]()
         if keep and out is not None and out.is_file():
             try:
                 self.rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
@@ -60,7 +61,8 @@ class Report:
         """Write a row; figures' names end in their unit, and None is left out."""
         row = {"what": what, **{name: rounded(value) for name, value in figures.items() if value is not None}}
         self.rows = [one for one in self.rows if one["what"] != what] + [row]
-        print("; ".join([what, *(f"{name} {value}" for name, value in row.items() if name != "what")]), flush=True)
+        if not self.quiet:
+            print("; ".join([what, *(f"{name} {value}" for name, value in row.items() if name != "what")]), flush=True)
         self.write()
         return row
 

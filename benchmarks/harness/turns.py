@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10
 """Seconds for a program to end after SIGTERM."""
 LEAST = 20
 """Seconds without which no program gets a turn."""
+TRAINER = "torch,torchao.float8,composer,streaming,llmtrain.train.run,llmtrain.train.report.summary"
+"""Modules of a rank of `llmtrain train`."""
 TERMINATED = threading.Event()
 """SIGTERM has come: programs are sessions of their own, which it does not reach."""
 
@@ -45,6 +50,34 @@ class Running:
     process: subprocess.Popen
     turn: Path
     since: float = 0.0
+
+
+def bench_train(out: Path, name: str, sweep: dict[str, Any], gpus: int, seconds: float) -> Program:
+    """`llmtrain bench train` of a sweep in OUT/NAME, whose prepared text is one for all programs in OUT."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (out / "data").mkdir(exist_ok=True)
+    if not (folder / "data").is_symlink():
+        (folder / "data").symlink_to(out / "data")
+    (folder / "sweep.yaml").write_text(json.dumps(sweep, indent=1), encoding="utf-8")
+    command = [sys.executable, "-m", "llmtrain", "bench", "train", str(folder / "sweep.yaml"), "--out", str(folder)]
+    return Program(name, command, gpus, seconds, TRAINER)
+
+
+def take_turns(
+    programs: Sequence[Program], out: Path, gpus: int, seconds: float, after: Callable[[], object], threads: int
+) -> int:
+    """Run programs until they have their results or so many seconds are over. Returns the exit status: 1 where one has none.
+
+    threads: compiler processes of a rank, if the environment does not say."""
+    signal.signal(signal.SIGTERM, lambda *_: TERMINATED.set())
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    failed = run(groups(programs, gpus), out, gpus, time.monotonic() + seconds, after)
+    after()
+    if failed:
+        names = ", ".join(failed)
+        print(f"without a result: {names}; their output is in {out}, the same command goes on", file=sys.stderr)
+    return int(bool(failed))
 
 
 def groups(programs: Sequence[Program], gpus: int) -> list[list[Program]]:

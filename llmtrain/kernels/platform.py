@@ -67,6 +67,27 @@ class Platform:
         return self.vendor == "nvidia"
 
 
+_NAMED = {
+    "sm80": "A100",
+    "sm86": "A10G",
+    "sm89": "L4 L40S",
+    "sm90": "H100 H200 H20",
+    "sm100": "B200 GB200",
+    "sm103": "B300 GB300",
+    "gfx90a": "MI210 MI250 MI250X",
+    "gfx942": "MI300X MI325X",
+    "gfx950": "MI350X MI355X",
+}
+
+
+def named(title: str, memory_bytes: int, num_sms: int) -> Platform:
+    """The platform of a GPU that need not be here, by its title, as in `NVIDIA H200 SXM`. Raises UserError for an unknown one."""
+    arch = next((arch for arch, names in _NAMED.items() if set(names.split()) & set(title.split())), None)
+    if arch is None:
+        raise UserError(f"the architecture of {title!r} is not known")
+    return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, title, memory_bytes, num_sms)
+
+
 def cpu() -> Platform:
     """The host's processor."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

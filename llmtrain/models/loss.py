@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -105,14 +105,18 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def loss_type(config: LossConfig, platform: Platform) -> Literal["plain", "chunked"]:
+    """The form of the loss: with auto, plain on a CPU, which gains no memory worth having and loses the overlap of one large matrix
+    product by chunks."""
+    if config.type != "auto":
+        return config.type
+    return "plain" if platform.vendor == "cpu" else "chunked"
+
+
 def build_loss(config: LossConfig, softcap: float | None, platform: Platform) -> PlainLoss | ChunkedLoss:
-    kind = config.type
-    if kind == "auto":
-        # A CPU gains no memory worth having and loses the overlap of one large matrix product.
-        kind = "plain" if platform.vendor == "cpu" else "chunked"
-    return (
-        PlainLoss(config, softcap) if kind == "plain" else ChunkedLoss(config, softcap, platform.sums_products_in_fp32)
-    )
+    if loss_type(config, platform) == "plain":
+        return PlainLoss(config, softcap)
+    return ChunkedLoss(config, softcap, platform.sums_products_in_fp32)
 
 
 class PlainLoss:

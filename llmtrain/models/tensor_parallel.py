@@ -44,11 +44,12 @@ class TensorRanks:
 
     rank, size: of the group. group: its name among torch.distributed's process groups.
     split_tokens: between layers each rank holds its part of the tokens, as in training; else all tokens (`whole_tokens`).
+    overlapped: the compiler runs exchanges beside products.
     """
 
     def __init__(self, rank: int, size: int, group: GroupName = _NO_GROUP):
         self.rank, self.size, self.group = rank, size, group
-        self.split_tokens = True
+        self.split_tokens, self.overlapped = True, False
 
     @contextmanager
     def whole_tokens(self) -> Iterator[None]:

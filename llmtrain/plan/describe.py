@@ -18,7 +18,8 @@ from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
-from llmtrain.kernels.platform import cpu
+from llmtrain.kernels.platform import cpu, detect, named
+from llmtrain.models.backends import chosen
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Work
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
@@ -30,6 +31,7 @@ from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.candidates import ADVISED
+from llmtrain.plan.decisions import decisions
 from llmtrain.plan.fitting import Fit, plans_that_fit
 from llmtrain.plan.memory import (
     GPUS_PER_NODE,
@@ -136,6 +138,10 @@ class Description:
     shard_ranks: int
     resolved: tuple[str, ...]
     """What `auto` stands for in sharding, recomputation and the size of a microbatch, with the reason."""
+    device: str
+    """For which `decided` is: the GPU that was named, or what is here."""
+    decided: dict[str, str | int | bool | None]
+    """All that the config leaves open, by setting (plan/decisions.py)."""
     microbatch_size: int
     sharding: str
     checkpointing: str
@@ -173,7 +179,9 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     sizes = parameter_sizes(config)
     gpu_memory = device.memory_gb * 1e9 if device else None
     resolved = resolve_auto(config, sizes, world_size, min(world_size, GPUS_PER_NODE), gpu_memory)
-    config = resolved.config
+    given, config = config, resolved.config
+    platform = detect() if device is None else named(device.title, round(device.memory_gb * 1e9), device.compute_units)
+    kernels = chosen(config.model, platform, config.train.dtype, config.data.mask_documents)
     memory = estimate_memory(config, sizes, world_size)
     too_much = gpu_memory is not None and memory.total > gpu_memory
     per_epoch = steps_per_epoch(config.data, config.train.global_batch_size)
@@ -212,6 +220,8 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         world_size=world_size,
         shard_ranks=shard_ranks(config, world_size),
         resolved=resolved.reasons if device else (),
+        device=platform.device_name,
+        decided=decisions(given, config, platform, kernels, counts.total, world_size, min(world_size, GPUS_PER_NODE)),
         microbatch_size=config.train.least_microbatch,
         sharding=config.train.sharding.strategy,
         checkpointing=config.train.activation_checkpointing.type,

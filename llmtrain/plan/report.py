@@ -57,6 +57,7 @@ def print_description(description: Description, config: Config, console: Console
     console.print(_memory(d, config))
     for line in d.resolved:
         _note(console, line)
+    console.print(_decided(d))
     for fit in d.fits:
         _note(console, f"Would fit, with {binary(fit.memory.total)}: {' '.join(fit.settings)} ({fit.price}).")
     _note(
@@ -141,6 +142,14 @@ def _groups(d: Description) -> Table:
     for group in d.parameter_groups:
         row = (f"{group.parameters:,}", f"{group.tensors:,}", f"{group.lr:.3g}", f"{group.weight_decay:.3g}")
         table.add_row(escape(", ".join(group.matched)) or "(none)", *row)
+    return table
+
+
+def _decided(d: Description) -> Table:
+    """docs/auto.md says how each is decided."""
+    table = _table(f"Decided, for {d.device}", "", "")
+    for setting, value in d.decided.items():
+        table.add_row(setting, str(value).lower() if isinstance(value, bool) else str(value))
     return table
 
 

@@ -23,7 +23,8 @@ class AdaptationSection(Section):
 
 class AdaptConfig(Section):
     """Changes to the model, by name, in this order: parameters that are added, and those that are frozen. Checkpoints then hold
-    what is trained, and name the checkpoint of init_from, where the frozen weights are."""
+    what is trained, and name the checkpoint of init_from, where the frozen weights are. This version brings none of its own;
+    docs/extending shows how one is added."""
 
     def sections(self) -> list[AdaptationSection]:
         return [section for name in type(self).model_fields if (section := getattr(self, name)) is not None]

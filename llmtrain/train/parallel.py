@@ -56,7 +56,7 @@ def parallelize(
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if ranks is not None:
         model.hybrid.split(ranks)
-        overlap_products(ranks, config, world, model.hybrid.platform)
+        ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
     changes = [Float8(config.float8, shards=sharding.size(-1))] if config.float8 is not None else []
     changes = [*changes, *adaptations(adapt)]
     for converter in changes:

@@ -1,4 +1,4 @@
-"""RUN/resolved.json: what a run made of the settings that were left to it (`auto`)."""
+"""RUN/resolved.json: what a run made of the settings that its config leaves open (`auto`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmtrain.distributed.world import World
+from llmtrain.plan.decisions import decisions
 from llmtrain.schema.config import Config
+from llmtrain.schema.schedule import Schedule
+from llmtrain.train.build import Training
 
 FILE = "resolved.json"
 OLD_FILE = "settled.json"
@@ -14,11 +18,22 @@ OLD_FILE = "settled.json"
 _KEYS = ("microbatch_size", "sharding", "activation_checkpointing")
 
 
-def write_resolved(folder: Path, config: Config) -> None:
-    """config: without `auto`. Written at each start, by one rank."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_resolved(folder: Path, training: Training, given: Config, world: World, schedule: Schedule) -> None:
+    """Settings of _KEYS; all that the config leaves open, by setting (plan/decisions.py); the split of the ranks; lengths in
+    steps. given: with `auto`. Written at each start, by one rank."""
+    config, model = training.config, training.model.hybrid
+    parameters = sum(p.numel() for p in model.parameters())
+    decided = decisions(given, config, model.platform, model.chosen_kernels(), parameters, world.size, world.local_size)
+    if "train.cuda_graphs" in decided:
+        decided["train.cuda_graphs"] = "on" if training.graphs is not None else "off"
+    if "train.parallel.async_tensor" in decided and model.ranks is not None:
+        decided["train.parallel.async_tensor"] = "on" if model.ranks.overlapped else "off"
+    ranks = {"data": world.data_size, "context": world.context, "tensor": world.tensor}
+    lengths = {"total": schedule.total, "warmup": schedule.warmup, "decay": schedule.decay}
     train = config.train.model_dump(mode="json")
-    (folder / FILE).write_text(json.dumps({key: train[key] for key in _KEYS}, indent=1), encoding="utf-8")
+    found = {key: train[key] for key in _KEYS} | {"decided": decided, "ranks": ranks, "schedule": lengths}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def read_resolved(folder: Path) -> dict[str, Any]:

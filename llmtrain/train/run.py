@@ -74,8 +74,6 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     config = continued(config, resumed) if resumed else config
 
     training = build(config, world, device)
-    if world.is_main:
-        write_resolved(folder, training.config)
     loader = build_train_loader(
         config.data,
         global_batch_size=config.train.global_batch_size,
@@ -85,6 +83,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
     schedule = resolved_schedule(config, len(loader), samples)
+    if world.is_main:
+        write_resolved(folder, training, config, world, schedule)
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)

@@ -236,7 +236,7 @@ kept_x2() { # tokens/s per GPU on two GPUs and on each of them, default sharding
 }
 
 llama_x2() { # Llama-3-8B beside torchtitan: float8, then bf16
-    step llama "$limit" "$python" -m benchmarks many_gpus "$work/llama" --gpus 2 --cold --timed 20 --llama-microbatches 4 \
+    step llama "$limit" "$python" -m benchmarks many_gpus "$work/llama" --gpus 2 --timed 20 --llama-microbatches 4 \
         --only llama-float8 llama --seconds $((limit - SECONDS - 25)) --torchtitan "${TORCHTITAN:?}" "$@"
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+
 import pytest
 
 from llmtrain.cli import main
@@ -33,3 +36,13 @@ def test_every_option_of_prepare_that_cannot_be_taken_is_named(capsys):
 def test_an_empty_prompt_is_one(capsys):
     assert main(["generate", "/nowhere", "--prompt", ""]) == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_user_without_an_entry_in_passwd_has_a_name(monkeypatch):
+    """As of `docker run -u 12345`: torch asks for it, for the folder of its cache."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert getpass.getuser() == "uid-3999999999"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks steps` and `.gradients`: the same training steps by different kernels."""
+"""`python -m benchmarks steps` and `gradients`: the same training steps by different kernels."""
 
 import json
 
@@ -24,36 +24,41 @@ def test_every_block_takes_the_kernels_of_its_kind():
 
 
 @pytest.mark.slow
-def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(monkeypatch, capfd, tmp_path):
+def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(capfd, tmp_path):
     out = tmp_path / "figures" / "steps.json"
     kernels = ["auto", "reference", "public"]
-    monkeypatch.setattr("sys.argv", ["steps", FILE, *TINY, "--kernels", *kernels, "--out", str(out)])
-    assert steps.main() == 1
-    auto, reference, public, again = json.loads(out.read_text())["steps"]
-    assert [one["kernels"] for one in (auto, reference, public, again)] == [*kernels, "auto"]
-    assert auto["losses"] == pytest.approx(reference["losses"], abs=1e-5) and auto["losses"] == again["losses"]
-    assert len(auto["losses"]) == 5 and auto["losses"][-1] < auto["losses"][0] - 0.01
-    printed = capfd.readouterr()
-    assert public["failed"] == 2 and "needs a GPU" in printed.err
-    assert [line.split()[0] for line in printed.out.splitlines()] == ["kernels", *kernels, "auto"]
+    assert steps.main([FILE, *TINY, "--kernels", *kernels, "--out", str(out)]) == 1
+    auto, reference, public, again = json.loads(out.read_text())["rows"]
+    assert [one["what"] for one in (auto, reference, public, again)] == [*kernels, "auto, again"]
+    losses = auto["losses_nats"]
+    assert losses == pytest.approx(reference["losses_nats"], abs=1e-4) and losses == again["losses_nats"]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.01
+    assert public["failed"] == "status 2" and "needs a GPU" in capfd.readouterr().err
 
 
 def test_a_row_has_the_time_by_the_clock_the_hosts_and_the_gpus():
     config = steps.with_kernels(FILE, TINY, "auto")
-    row = {"kernels": "auto", "seconds": 0.1, "host": 0.09, "gpu": 0.025, "losses": [4.0, 3.0], "memory": 2e9}
-    assert steps.format_row(row, row, config).split()[:5] == ["auto", "100.0", "90.0", "25.0", "1,280"]
-    assert steps.format_row(row | {"gpu": None}, row, config).split()[:4] == ["auto", "100.0", "90.0", "1,280"]
+    measured = {"step": 0.1, "host": 0.09, "gpu": 0.025, "losses": [4.0, 3.0], "memory": 2e9}
+    row = steps.figures(measured, config, [{"step_ms": 150.0}])
+    expected = {
+        "step_ms": 100.0,
+        "host_ms": 90.0,
+        "gpu_ms": 25.0,
+        "tokens_per_s": 1280.0,
+        "peak_gb": 2.0,
+        "first_x": 1.5,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert steps.figures(measured | {"gpu": None}, config, [])["gpu_ms"] is None
 
 
-def test_a_bad_override_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["steps", FILE, "model.layerz=1"])
+def test_a_bad_override_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match="layerz"):
-        steps.main()
+        steps.main([FILE, "model.layerz=1"])
 
 
-def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY, "--kernels", "auto"])
-    assert gradients.main() == 0
+def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(capsys):
+    assert gradients.main([FILE, *TINY, "--kernels", "auto"]) == 0
     exactly, bf16, _, head, *lines = capsys.readouterr().out.splitlines()
     assert exactly.startswith("reference in fp32: loss 4.") and bf16.startswith("auto in bf16: loss 4.")
     assert head.split() == ["relative", "error", "of", "auto"]
@@ -65,33 +70,9 @@ def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(
     assert loss == pytest.approx(again, abs=1e-5) and gradients.errors(other, exact)["all"] < 1e-5
 
 
-GDN = {"n_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "mlp.d_ff": 32, "backend": "auto"}
-ATTENTION = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp.d_ff": 32}
-
-
-@pytest.mark.slow
-def test_ranks_that_share_sequences_have_the_gradients_of_one(monkeypatch, capsys):
-    """Two microbatches, whose gradients are added up."""
-    sizes = {"g": GDN, "attn": ATTENTION}
-    tiny = [f"model.blocks.{name}.{key}={value}" for name, block in sizes.items() for key, value in block.items()]
-    common = [one for one in TINY if "blocks" not in one and "layers" not in one]
-    command = ["gradients", "yamls/pretrain/gdn-130m.yaml", *common, *tiny, "model.layers=g attn", "--kernels", "auto"]
-    monkeypatch.setattr("sys.argv", [*command, "--context", "2"])
-    assert gradients.main() == 0
-    *losses, _, head, loss, every = capsys.readouterr().out.splitlines()[:8]
-    assert [line.split(":")[0] for line in losses[-2:]] == [
-        "reference in fp32, by 2 ranks",
-        "auto in bf16, by 2 ranks",
-    ]
-    assert head.split("  ")[-2:] == ["reference in fp32, shared", "auto in bf16, shared"]
-    _, _, exact, rounded = every.split()
-    assert float(exact) < 1e-5 < 1e-3 < float(rounded) < 0.05 and float(loss.split()[2]) < 1e-5
-
-
-def test_kernels_that_cannot_serve_are_told_before_any_gradient_is_computed(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["gradients", FILE, *TINY])
+def test_kernels_that_cannot_serve_are_told_before_any_gradient_is_computed(capsys):
     with pytest.raises(ValueError, match="our Triton kernels need a GPU"):
-        gradients.main()
+        gradients.main([FILE, *TINY])
     assert not capsys.readouterr().out
 
 

@@ -44,15 +44,17 @@ def test_the_same_seed_says_the_same_and_another_something_else(run, capsys):
 
 
 def test_a_file_of_prompts_is_answered_in_order_whatever_the_batches(run, tmp_path, capsys):
-    prompts = ["the quick brown", "a", "fox jumps over the lazy dog", ""]
+    prompts = ["the quick brown", "a\u2028b\x85c\x0cd", "fox jumps over the lazy dog", ""]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "id": 3}) + "\n" for p in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "id": 3}, ensure_ascii=False) + "\n" for p in prompts)
+    )
     said = [
         generate(capsys, run, "--file", tmp_path / name, "--batch-size", size, "--max-new-tokens", 12)
         for name, size in (("prompts.txt", 32), ("prompts.jsonl", 2))
     ]
     assert said[0] == said[1]
-    answers = [json.loads(line) for line in said[0].splitlines()]
+    answers = [json.loads(line) for line in said[0].removesuffix("\n").split("\n")]
     assert [answer["prompt"] for answer in answers] == prompts
     assert {answer["end"] for answer in answers} <= {"length", "eod"}
     assert any(answer["completion"] for answer in answers)

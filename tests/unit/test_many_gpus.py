@@ -1,4 +1,4 @@
-"""benchmarks many_gpus: programs are run once, cut off in time, and their figures put beside bars and predictions."""
+"""benchmarks many_gpus: programs are run once, cut off in time, and their figures become rows."""
 
 import json
 import sys
@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.turns import Program, groups, placed, run
-from benchmarks.programs.training.many_gpus import PARTS, Host, programs_of
-from benchmarks.programs.training.many_gpus_predictions import memory, predicted
-from benchmarks.programs.training.many_gpus_table import Row, write
+from benchmarks.programs.training.many_gpus import PARTS, Host, estimated, programs_of, report
 from llmtrain.bench.train.cases import cases
 from llmtrain.bench.train.sweep import load_sweep
 
@@ -41,13 +39,13 @@ def kept(folder, *results: dict) -> None:
 @pytest.mark.parametrize("part", [part for part in PARTS if part not in ("context", "moving")])
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_a_part_s_sweeps_are_what_bench_train_takes(tmp_path, part, gpus):
-    for program in programs_of(Host(tmp_path, gpus, small=False, torchtitan=None), [part]):
+    for program in programs_of(Host(tmp_path, gpus), [part]):
         [case] = cases(load_sweep(tmp_path / program.name / "sweep.yaml"), tmp_path / program.name)
         assert case.gpus == program.gpus <= gpus
 
 
 def test_the_parts_measure_on_all_gpus(tmp_path):
-    host = Host(tmp_path, 8, small=True, torchtitan="python")
+    host = Host(tmp_path, 8, torchtitan="python")
     commands = [" ".join(program.command) for program in programs_of(host, list(PARTS))]
     assert sum("llama3_torchtitan.py" in command for command in commands) == 2
     assert sum("train.parallel.context=8" in command for command in commands) == 2  # of the bars' lengths
@@ -55,7 +53,7 @@ def test_the_parts_measure_on_all_gpus(tmp_path):
 
 
 def test_llama_and_torchtitan_have_the_same_batch_and_number_of_steps(tmp_path):
-    host = Host(tmp_path, 2, small=False, torchtitan="python", timed=20, llama_microbatches=4)
+    host = Host(tmp_path, 2, torchtitan="python", timed=20, llama_microbatches=4)
     ours, theirs = programs_of(host, ["llama-float8"])
     [case] = cases(load_sweep(tmp_path / ours.name / "sweep.yaml"), tmp_path / ours.name)
     assert (case.config.train.global_batch_size, case.precision) == (8, "tensorwise")
@@ -64,12 +62,12 @@ def test_llama_and_torchtitan_have_the_same_batch_and_number_of_steps(tmp_path):
 
 
 def test_two_gpus_are_all_of_two(tmp_path):
-    names = [program.name for program in programs_of(Host(tmp_path, 2, small=False, torchtitan=None), list(PARTS))]
+    names = [program.name for program in programs_of(Host(tmp_path, 2), list(PARTS))]
     assert len(names) == len(set(names))
 
 
 def test_shared_sequences_have_the_bar_s_length_and_its_tokens_for_each_gpu(tmp_path):
-    names = [program.name for program in programs_of(Host(tmp_path, 4, small=False, torchtitan=None), ["context"])]
+    names = [program.name for program in programs_of(Host(tmp_path, 4), ["context"])]
     assert names == [
         f"context-{name}"
         for name in ("llama3-8b-131072", "zamba2-2.7b-131072", "zamba2-2.7b-262144", "llama3-8b-65536")
@@ -143,57 +141,22 @@ def test_a_rank_imports_while_the_turn_before_lasts_and_waits_for_its_own(tmp_pa
     assert ended([[first], [second]], tmp_path, 100) == []
 
 
-def test_figures_stand_beside_their_bars(tmp_path):
-    kept(tmp_path / "mpt-7b", result("mpt-7b", 8, mfu=0.61), result("mpt-7b", 8, "tensorwise", 13_000))
-    kept(tmp_path / "mpt-7b-2gpu", result("mpt-7b", 2, rate=10_100))
+def test_results_become_rows(tmp_path):
+    kept(tmp_path / "mpt-7b", result("mpt-7b", 8, mfu=0.61), {"name": "mpt-1b", "key": {}, "error": "out of memory"})
     kept(tmp_path / "llama3-8b", result("llama3-8b", 8, rate=10_500))
     peer = {"tokens_per_second_per_gpu": 10_000, "peak_gib": 90.0}
     (tmp_path / "torchtitan-bf16.json").write_text(json.dumps(peer))
-    table = write(tmp_path, 8)
-    assert "| mpt-7b, 8 GPUs, MFU | 0.61 | 0.6, 0.64 | met |" in table
-    assert "| mpt-7b, 8 GPUs, float8 / bf16 | 1.3 | 1.33, 1.45 | not met |" in table
-    assert "| mpt-7b, tokens/s/GPU of 8 GPUs / of 2 | 0.9901 | 0.97, 0.99 | met |" in table
-    assert "| llama3-8b, 8 GPUs, bf16, ours / torchtitan | 1.05 | 1.03, 1.08 | met |" in table
-    assert (tmp_path / "table.md").read_text() == table
-    assert (tmp_path / "table.png").stat().st_size > 1000
+    shared = {"what": "8 tokens", "tokens_per_s": 5e3, "mfu_causal_percent": 40.0}
+    (tmp_path / "context-llama3-8b-8.json").write_text(json.dumps({"rows": [shared]}))
+    rows = {row.pop("what"): row for row in report(tmp_path)}
+    assert list(rows) == ["llama3-8b, 8 GPUs, bf16", "mpt-7b, 8 GPUs, bf16", "context-llama3-8b-8: 8 tokens"]
+    assert rows["llama3-8b, 8 GPUs, bf16"]["torchtitan_x"] == 1.05
+    trained = rows["mpt-7b, 8 GPUs, bf16"]
+    assert (trained["tokens_per_s"], trained["mfu_percent"], trained["peak_gib"]) == (10_000, 61, 50)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"][1]["what"] == "mpt-7b, 8 GPUs, bf16"
 
 
-def test_shared_sequences_stand_beside_their_bars(tmp_path):
-    """The newest row of a file counts."""
-    row = {
-        "gpus": 4,
-        "seq_len": 8,
-        "tokens_per_second_per_gpu": 5e3,
-        "memory": 2**30,
-        "device": "H200",
-        "mfu_causal": 0.1,
-    }
-    lines = [json.dumps(row), json.dumps(row | {"mfu_causal": 0.4})]
-    (tmp_path / "context-llama3-8b-8.jsonl").write_text("\n".join(lines) + "\n")
-    assert "| llama3-8b, context 4, 8 tokens, MFU (causal) | 0.4 | 0.35, 0.45 | met |" in write(tmp_path, 4)
-
-
-def test_runs_without_a_figure_are_left_out(tmp_path):
-    kept(tmp_path / "mpt-1b", {"name": "mpt-1b", "key": {}, "error": "out of memory"})
-    assert (
-        len([line for line in write(tmp_path, 8).splitlines() if line.startswith("| ")]) == 2
-    )  # the heads of the two tables
-
-
-def test_a_bar_that_is_the_most_is_met_below_it():
-    assert Row("loss", "", 0.001, 0.005, None, most=True).met
-    assert not Row("loss", "", 0.006, 0.005, None, most=True).met
-
-
-def test_memory_is_estimated_beside_the_peak(tmp_path):
-    kept(tmp_path / "mpt-1b", result("mpt-1b", 8))
-    estimate = memory(result("mpt-1b", 8))
+def test_memory_is_estimated_beside_the_peak():
+    estimate = estimated(result("mpt-1b", 8))
     assert estimate and 4 < estimate < 40  # 1.3e9 parameters, of which 8 GPUs hold an eighth, and those gathered
-    assert f"| mpt-1b, bf16 | 8 | 10,000 | 50.0 | {estimate:.1f} ({estimate / 50 - 1:+.1%}) |" in write(tmp_path, 8)
-
-
-def test_a_prediction_starts_from_the_speed_on_the_fewest_gpus():
-    one, eight = result("mpt-1b", 1, rate=60_000), result("mpt-1b", 8, rate=1.0)
-    assert 0.8 < predicted(one, eight) / 60_000 < 1
-    two = result("mpt-1b", 2, rate=predicted(one, result("mpt-1b", 2)))
-    assert predicted(two, eight) == pytest.approx(predicted(one, eight), rel=0.02)
+    assert estimated(result("mpt-1b", 8) | {"gpu": "an unknown one"}) is None

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.arguments import Parser, natural, number, positive
+from benchmarks.harness.report import Report
 from llmtrain.data.loader.loaders import TrainLoader, build_train_loader
 from llmtrain.schema.data import DataConfig
 
@@ -67,8 +68,8 @@ def seconds(batches: Iterator, steps: int) -> float:
     return time.perf_counter() - began
 
 
-def speed(args: argparse.Namespace) -> dict[str, object]:
-    """Tokens per second of both, by the number of loader processes; medians and all rounds."""
+def speed(args: argparse.Namespace, report: Report) -> None:
+    """Tokens per second of both, by the number of loader processes; medians of the rounds."""
     steps = args.samples // args.batch - 1
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         root = write_data(Path(folder), args.samples, args.seq_len, args.shard_mb << 20, 50_000)
@@ -82,10 +83,8 @@ def speed(args: argparse.Namespace) -> dict[str, object]:
             ids = order.ids(np.arange((steps + 1) * args.batch)).reshape(-1, args.batch)
             batches = from_memmap(root / "tokens.bin", args.seq_len, ids)
             rates["memmap"].append(args.batch * args.seq_len * steps / seconds(batches, steps))
-    return {
-        name: {"tokens_per_second": round(statistics.median(found)), "rounds": [round(one) for one in found]}
-        for name, found in rates.items()
-    }
+    for name, found in rates.items():
+        report.add(name, million_tokens_per_s=statistics.median(found) / 1e6)
 
 
 def _loader(shards: Path, args: argparse.Namespace, workers: int) -> TrainLoader:
@@ -102,8 +101,8 @@ def _timed(loader: TrainLoader, steps: int) -> float:
             loader._iterator._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def wait(args: argparse.Namespace) -> dict[str, object]:
-    """Share of the steps' time spent waiting for data, from the second step on, and the slowest waits."""
+def wait(args: argparse.Namespace, report: Report) -> None:
+    """Share of the steps' time spent waiting for data, from the second step on, and the least and longest waits."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         samples = (args.steps + 16) * args.batch
         write_data(Path(folder, "bucket"), samples, args.seq_len, args.shard_mb << 20, 50_000)
@@ -132,33 +131,29 @@ def wait(args: argparse.Namespace) -> dict[str, object]:
                 "logging": {"interval": 1, "tensorboard": False, "wandb": None},
             }
             written = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-            began = time.perf_counter()
             subprocess.run(
                 [sys.executable, "-m", "llmtrain.cli", "train", args.config, *written, *args.set, "--nproc", "1"],
                 check=True,
                 env=environment,
                 stdout=sys.stderr,
             )
-            whole = time.perf_counter() - began
         finally:
             store.kill()
             store.wait()
         rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         fetched = len(list(Path(folder, "cache").glob("*.mds")))
     steps = [(row["throughput/step_seconds"], row["throughput/data_wait_seconds"]) for row in rows if _WAIT in row]
-    median = statistics.median(step for step, _ in steps)
-    return {
-        "steps": len(steps),
-        "step_seconds": median,
-        "tokens_per_second": args.batch * args.seq_len / median,
-        "data_wait_share": sum(found for _, found in steps) / sum(step for step, _ in steps),
-        "longest_waits": sorted((found for _, found in steps), reverse=True)[:5],
-        "each_step": [round(step, 4) for step, _ in steps],
-        "each_wait": [round(found, 5) for _, found in steps],
-        "shards_fetched": fetched,
-        "wall_seconds": whole,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-    }
+    median, waits = statistics.median(step for step, _ in steps), [found for _, found in steps]
+    report.add(
+        f"waiting for data, {Path(args.config).stem}",
+        share_percent=100 * sum(waits) / sum(step for step, _ in steps),
+        least_ms=1e3 * min(waits),
+        most_ms=1e3 * max(waits),
+        step_s=median,
+        tokens_per_s=args.batch * args.seq_len / median,
+        steps_count=len(steps),
+        fetched_shards_count=fetched,
+    )
 
 
 _WAIT = "throughput/data_wait_seconds"
@@ -181,6 +176,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         one.add_argument("--seq-len", type=positive, default=2048)
         one.add_argument("--batch", type=positive, default=256)
         one.add_argument("--shard-mb", type=positive, default=8)
+        one.add_argument("--out", type=Path, metavar="FILE.json")
         one.add_argument("--folder", type=Path, help="for the data; default: that of temporary files")
     args, args.set = parser.parse_known_args(words)
     if unknown := [text for text in args.set if text.startswith("-") or "=" not in text or args.action == "speed"]:
@@ -189,6 +185,5 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the result as JSON."""
     args = arguments(argv)
-    print(json.dumps(speed(args) if args.action == "speed" else wait(args), indent=1))
+    (speed if args.action == "speed" else wait)(args, Report(args.out))

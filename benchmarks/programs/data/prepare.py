@@ -1,14 +1,15 @@
 """Speed and memory of `llmtrain prepare`, beside other programs.
 
 JSON lines of Python's standard library and of the installed packages, each source file once in 64 MiB, and as many links to
-that file as it takes, each a partition of its own; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and on
-a larger corpus, and the difference is its speed beyond start-up. Before each run as much memory is used once as it may need: in a
-virtual machine the first use of a page costs some 15 microseconds, whichever program comes first. Run as a file, with PYTHONPATH of
-another checkout, it measures that one. The peers need an environment of their own: see peers/prepare.py.
+that file as it takes, each a partition of its own; a tokenizer of 16,000 tokens that exists. Each program runs on a smaller and
+on a larger corpus, and the difference is its speed beyond start-up. Before each run as much memory is used once as it may need:
+in a virtual machine the first use of a page costs some 15 microseconds, whichever program comes first. The peers need an
+environment of their own: see peers/prepare.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.arguments import Parser, positive
+from benchmarks.harness.cores import hash_rates, physical_cores
+from benchmarks.harness.report import Report
 from llmtrain.errors import RunError
 
 FILE_BYTES = 64 << 20
@@ -93,102 +96,73 @@ def run(*command: str, cores: Sequence[int] = ()) -> dict[str, float]:
     return {"s": seconds, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1000}
 
 
-def least(results: list[dict[str, float]]) -> dict[str, float]:
-    """The least of each figure: what a machine that others use adds is not the program's."""
-    return {name: min(result[name] for result in results) for name in results[0]}
-
-
 def prepare(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "llmtrain", "prepare", *arguments]
 
 
+def command_of(program: str, args: argparse.Namespace, corpus: Path, folder: Path, workers: int) -> list[str]:
+    """Command of a program that prepares the corpus into FOLDER/out. program: a peer, or llmtrain and its compression."""
+    name, _, compression = program.partition(" ")
+    out, tokenizer = str(folder / "out"), str(folder / "first" / "tokenizer")
+    if name != "llmtrain":
+        script = str(Path(__file__).parents[2] / "peers" / "prepare.py")
+        megatron = [str(args.megatron)] if name == "megatron" else []
+        return [str(args.peers), script, name, str(corpus), out, tokenizer, str(workers), *megatron]
+    command = prepare(str(corpus), "--out", out, "--tokenizer", tokenizer, "--workers", str(workers))
+    return [*command, "--tokenizer-engine", args.engine, "--compression", compression, "--validation-fraction", "0"]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__name__, __doc__)
-    parser.add_argument(
-        "--files",
-        type=positive,
-        default=4,
-        help=f"files of {FILE_BYTES >> 20} MiB per worker beyond the smaller corpus",
-    )
+    parser.add_argument("--files", type=positive, default=4, help="of 64 MiB per worker beyond the smaller corpus")
     parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--rounds", type=positive, default=1, help="runs of each corpus, of which the least figures count"
-    )
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
     parser.add_argument(
-        "--compression", nargs="+", default=["none"], help="of our shards; the peers' files, but MDSWriter's, have none"
+        "--compression", nargs="+", default=["none"], help="of our shards; only MDSWriter compresses too"
     )
     parser.add_argument(
         "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
     )
     parser.add_argument(
-        "--pin", action="store_true", help="as many cores as workers, one thread of each; prints what they hash"
+        "--pin", action="store_true", help="as many cores as workers, one thread of each; what they hash"
     )
-    parser.add_argument(
-        "--busy", action="store_true", help="with --pin: the cores that are left hash, so that all have one clock"
-    )
-    parser.add_argument("--peers", type=Path, help="Python of an environment that holds the peers")
+    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment that holds the peers")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
-    parser.add_argument("--json", type=Path, help="gets the figures")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
-    from benchmarks.harness.cores import busy, hash_rates, physical_cores  # may not be in the other checkout
-
-    found: list[dict] = []
+    if args.peers is None and set(args.programs) & set(PEERS):
+        parser.error(f"--programs {' '.join(args.programs)}: --peers is needed")
+    report, ours = Report(args.out), [f"llmtrain {compression}" for compression in args.compression]
+    programs = [one for name in args.programs for one in (ours if name == "llmtrain" else [name])]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        file, out, tokenizer = folder / "file.jsonl", folder / "out", folder / "first/tokenizer"
+        file, small_file = folder / "file.jsonl", folder / "small.jsonl"
         write_corpus(file, FILE_BYTES + 4_000_000)
         pad(file, FILE_BYTES)
-        small_file = folder / "small.jsonl"
         write_corpus(small_file, SMALL_FILE_MB * 1_000_000)
         write_corpus(folder / "first.jsonl", 4_000_000)
         options = ("--vocab-size", "16000", "--validation-fraction", "0")
         run(*prepare(str(folder / "first.jsonl"), "--out", str(folder / "first"), *options))
         all_cores = physical_cores() if args.pin else []
         for workers in args.workers:
-            cores = all_cores[:workers]
-            others = all_cores[workers:] if args.busy else []
-            ours = [f"llmtrain {compression}" for compression in args.compression]
-            for program in [one for name in args.programs for one in (ours if name == "llmtrain" else [name])]:
-                name, _, compression = program.partition(" ")
-                fast = name in ("llmtrain", "megatron")
+            cores, turns = all_cores[:workers], dict.fromkeys(programs, 0)
+            for program in programs:
+                fast = program.startswith(("llmtrain", "megatron"))
                 few = max(workers, 5) if fast else workers  # beyond 256 MB contents are not hashed
-                more, chosen = workers * args.files, file if fast else small_file
-                megabytes, results = chosen.stat().st_size / 1e6, []
+                more, chosen, results = workers * args.files, file if fast else small_file, []
                 for count in (few, few + more):
                     corpus = link_corpus(folder / "corpus", chosen, count)
-                    given = (str(corpus), str(out), str(tokenizer), str(workers))
-                    if name == "llmtrain":
-                        command = prepare(given[0], "--out", given[1], "--tokenizer", given[2], "--workers", given[3])
-                        command += ["--tokenizer-engine", args.engine, "--compression", compression]
-                        command += ["--validation-fraction", "0"]
-                    else:
-                        script = str(Path(__file__).parents[2] / "peers" / "prepare.py")
-                        command = [str(args.peers), script, name, *given]
-                        command += [str(args.megatron)] if name == "megatron" else []
-                    rounds = []
-                    for _ in range(args.rounds):
-                        use_memory(STARTUP_BYTES + int(WRITTEN * count * chosen.stat().st_size))
-                        with busy(others):
-                            rounds.append(run(*command, cores=cores))
-                        shutil.rmtree(out)
-                    results.append(least(rounds))
+                    use_memory(STARTUP_BYTES + int(WRITTEN * count * chosen.stat().st_size))
+                    results.append(run(*command_of(program, args, corpus, folder, workers), cores=cores))
+                    shutil.rmtree(folder / "out")
                 small, large = results
-                mb = more * megabytes
-                rate, per_cpu = (mb / (large[key] - small[key]) for key in ("s", "cpu_s"))
-                found.append({"program": program, "workers": workers, "mb_s": rate, "mb_cpu_s": per_cpu} | large)
-                if cores:
-                    with busy(others):
-                        found[-1]["hash_mb_s"] = sum(hash_rates(cores, 1.0))
-                    print(
-                        f"{len(cores)} cores hash {found[-1]['hash_mb_s']:.0f} MB/s ({len(others)} others busy)",
-                        flush=True,
-                    )
-                print(
-                    f"{program}, {workers} workers: {rate:.2f} MB/s, {per_cpu:.2f} MB per CPU-second beyond start-up; "
-                    f"{(few + more) * megabytes:.0f} MB in {large['s']:.1f} s, {large['cpu_s']:.1f} CPU-s, peak "
-                    f"{large['peak_mb']:.0f} MB (of {few * megabytes:.0f} MB: {small['peak_mb']:.0f} MB)",
-                    flush=True,
+                mb, turns[program] = more * chosen.stat().st_size / 1e6, turns[program] + 1
+                report.add(
+                    f"{program}, {workers} workers, turn {turns[program]}",
+                    mb_per_s=mb / (large["s"] - small["s"]),
+                    mb_per_cpu_s=mb / (large["cpu_s"] - small["cpu_s"]),
+                    with_startup_cpu_s=large["cpu_s"],
+                    with_startup_mb=(few + more) * chosen.stat().st_size / 1e6,
+                    process_mb=large["peak_mb"],
+                    hashing_mb_per_s=sum(hash_rates(cores, 1.0)) if cores else None,
                 )
-                if args.json:
-                    args.json.write_text(json.dumps(found, indent=1))

@@ -21,10 +21,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.arguments import Parser, positive
+from benchmarks.harness.report import Report
 
 RANKS = (1, 2, 3, 6, 8, 24)
 WORKERS = (1, 3)
@@ -68,7 +70,7 @@ def memory_of(process: int | str, kind: str = "Pss_Anon") -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
-def measure(folder: Path | None, step: int) -> dict[str, object]:
+def measure(folder: Path | None, step: int) -> dict[str, float]:
     """Start and resume in this process. folder: None to import the modules alone. step: of the resume."""
     from llmtrain.data.loader.loaders import build_train_loader
     from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
@@ -100,18 +102,16 @@ def measure(folder: Path | None, step: int) -> dict[str, object]:
     data_fingerprint(config)
     memory = memory_of("self")
     return {
-        "samples": len(dataset.samples_per_shard) * int(dataset.samples_per_shard[0]),
-        "start_s": round(started - began, 2),
-        "start_cpu_s": round(cpu_started - cpu_began, 2),
-        "resume_s": round(resumed - started, 2),
-        "fingerprint_s": round(time.perf_counter() - compared, 2),
+        "start_s": started - began,
+        "start_cpu_s": cpu_started - cpu_began,
+        "resume_s": resumed - started,
+        "fingerprint_s": time.perf_counter() - compared,
         "allocated_mb": memory >> 20,
-        "of_the_loader_mb": (memory - imported) >> 20,
-        "equal_on": {"ranks": RANKS, "workers": WORKERS},
+        "loader_mb": (memory - imported) >> 20,
     }
 
 
-def together(count: int, command: list[str]) -> dict[str, object]:
+def together(count: int, command: list[str]) -> dict[str, Any]:
     """The slowest start of so many processes at once, and the megabytes that all hold when the last has ended its start."""
     children = [
         subprocess.Popen([*command, "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -124,8 +124,8 @@ def together(count: int, command: list[str]) -> dict[str, object]:
     finally:
         for child in children:
             child.communicate()
-    slowest: dict[str, object] = {"slowest_start_s": max(one["start_s"] for one in found)} if found[0] else {}
-    return {"processes": count} | slowest | {f"{name}_mb": mb for name, mb in held.items()}
+    slowest = {"slowest_start_s": max(one["start_s"] for one in found)} if found[0] else {}
+    return slowest | {f"{name}_mb": mb for name, mb in held.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -135,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=positive, default=700_000, help="of the resume")
     parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--together", type=positive, help="ranks of a node, measured behind the others")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--imports", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
@@ -150,11 +151,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ["TMPDIR"] = temporary
         program = [sys.executable, "-m", "benchmarks", "start"]
         command = [*program, "--inside", str(folder), "--step", str(args.step)]
-        for _ in range(args.processes):
+        report = Report(args.out)
+        for process in range(1, args.processes + 1):
             began = time.perf_counter()
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             found = json.loads(done.stdout.splitlines()[-1])
-            print(json.dumps({"process_s": round(time.perf_counter() - began, 2)} | found), flush=True)
+            report.add(f"process {process} of the machine", process_s=time.perf_counter() - began, **found)
         if args.together:
-            print(json.dumps({"of": "imports alone"} | together(args.together, [*program, "--imports"])), flush=True)
-            print(json.dumps({"of": "starts"} | together(args.together, command)), flush=True)
+            report.add(f"{args.together} processes, imports alone", **together(args.together, [*program, "--imports"]))
+            report.add(f"{args.together} processes together", **together(args.together, command))

@@ -1,10 +1,10 @@
-"""The picture of the grid: the best public time over that of `auto`, of ours and of what `auto` took before, cell by cell.
+"""The picture of the grid: the best public time over that of `auto` and of ours, cell by cell.
 
     python -m benchmarks grid_picture benchmarks/results/kernels/grid.csv docs/kernels-grid.png
 
-`auto` is the backend that is chosen on Hopper today (of attention by kernels/attention/measured.py); of attention also what the
-fixed order of 2026-11-23 took. Where that is the best public kernel a cell counts as 1. Cells in which the backend was not
-measured have no point. Prints the figures of BENCHMARKS.md.
+`auto` is the backend that is chosen on Hopper today (of attention by kernels/attention/measured.py). Where that is the best
+public kernel a cell counts as 1. Cells in which the backend was not measured have no point. Prints the figures of
+BENCHMARKS.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.pictures import picture
 from benchmarks.programs.kernels import attention_choices
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -31,7 +32,7 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 OURS, BEFORE = "triton", attention_choices.BEFORE
 HOPPER = Platform("nvidia", "sm90", "", 1 << 37)
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)
-SERIES = (("before", "#bbbbbb", "auto on 2026-11-23"), ("ours", "#e0a458", "our kernel"), ("auto", "#20639b", "auto"))
+SERIES = (("ours", "#e0a458", "our kernel"), ("auto", "#20639b", "auto"))
 
 
 @dataclass
@@ -57,10 +58,6 @@ class Times:
     @property
     def auto_by_wall(self) -> float | None:
         return _ratio(self.wall_ms, _auto(self.line))
-
-    @property
-    def before(self) -> float | None:
-        return _ratio(self.ms, _fixed_order(self.line)) if self.operation == "attention" else None
 
 
 def _ratio(times: dict[str, float], backend: str) -> float | None:
@@ -107,18 +104,6 @@ SPECS: dict[str, Callable[[str], Any]] = {
 """The block of a cell, by its name, of every operation but attention."""
 
 
-def _fixed_order(line: dict[str, str]) -> str:
-    """The backend that `auto` took at d126d62, by a rule in place of measured cells."""
-    cell = attention_choices.row(line).cell
-    features = cell.alibi + cell.softcap + (cell.window is not None)
-    if cell.documents:
-        return BEFORE
-    if not features:
-        narrow = "sdpa:cudnn" if cell.head_dim <= 128 else "sdpa:flash"
-        return BEFORE if cell.head_dim == 160 else narrow
-    return BEFORE if features == 1 and cell.head_dim in ((64,) if cell.softcap else (64, 128)) else "flex"
-
-
 def cells(lines: Iterable[dict[str, str]]) -> list[Times]:
     found: dict[tuple[str, ...], Times] = {}
     for line in lines:
@@ -155,36 +140,24 @@ def _ratios(found: list[Times], operation: str, name: str) -> list[float]:
 
 
 def plot(file: Path, found: list[Times]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     operations = _operations(found)
     widths = [3.0 if name == "attention" else 1.2 for name in operations]
-    figure, axes = plt.subplots(
-        1, len(operations), figsize=(1.5 + 1.6 * sum(widths), 4.2), width_ratios=widths, sharey=True, squeeze=False
-    )
-    for axis, operation in zip(axes[0], operations, strict=True):
-        for name, colour, label in SERIES:
-            if ratios := _ratios(found, operation, name):
-                at = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
-                axis.plot(at, ratios, "o", ms=3.5, color=colour, label=label)
-        axis.axhline(1.0, color="black", lw=0.8)
-        axis.set_title(f"{operation} ({len(_ratios(found, operation, 'ours'))} cells)", fontsize=9)
-        axis.set_xticks([])
-        axis.set_yscale("log")
-        axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
-        axis.minorticks_off()
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel("best public time / time, forward + backward\n(above 1: faster)", fontsize=8)
-    figure.supxlabel("cells, in the order of the ratio", fontsize=8)
-    # Below all panels, where it covers no points. Attention, the first, has every series.
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), fontsize=8, loc="lower right", ncols=len(SERIES), frameon=False
-    )
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
+    size = (1.5 + 1.6 * sum(widths), 4.2)
+    with picture(file, 1, len(operations), size=size, width_ratios=widths, sharey=True, squeeze=False) as axes:
+        for axis, operation in zip(axes[0], operations, strict=True):
+            for name, colour, label in SERIES:
+                if ratios := _ratios(found, operation, name):
+                    at = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
+                    axis.plot(at, ratios, "o", ms=3.5, color=colour, label=label)
+            axis.axhline(1.0, color="black", lw=0.8)
+            axis.set_title(f"{operation} ({len(_ratios(found, operation, 'ours'))} cells)", fontsize=9)
+            axis.set_yscale("log")
+            axis.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+            axis.set_xticks([])
+            axis.minorticks_off()
+        axes[0][0].set_ylabel("best public time / time, forward + backward\n(above 1: faster)", fontsize=8)
+        axes[0][0].set_xlabel("cells, in the order of the ratio", fontsize=8)
+        axes[0][0].legend(fontsize=8, frameon=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,13 @@ keys and values once, or the state once in and once out. The fill of the caches 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.report import Report
+from llmtrain.errors import UserError
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -30,25 +32,27 @@ SLOTS, BATCHES = (1920, 16384), (1, 64)
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__name__, __doc__)
-    parser.parse(argv)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    report = Report(parser.parse(argv).out)
     import torch
 
     if not torch.cuda.is_available():
-        print("this benchmark needs a GPU", file=sys.stderr)
-        return 1
+        raise UserError("benchmarks step_kernels: needs a GPU")
     here = platform.detect()
     print(f"{here.device_name}, {here.num_sms} multiprocessors, bf16")
     for label, (n_heads, n_kv_heads) in ATTENTION.items():
         for slots in SLOTS:
             for batch in BATCHES:
                 spec = AttentionSpec(n_heads, n_kv_heads, HEAD_DIM, HEAD_DIM**-0.5)
-                _attention(f"attention_step {label} x {HEAD_DIM}, {slots} slots, batch {batch}", spec, slots, batch)
+                _attention(
+                    f"attention_step {label} x {HEAD_DIM}, {slots} slots, batch {batch}", spec, slots, batch, report
+                )
     for batch in BATCHES:
-        _ssd(f"ssd_step 64 heads x 64, d_state 128, batch {batch}", SSDSpec(64, 64, 128, 1, 256), batch)
+        _ssd(f"ssd_step 64 heads x 64, d_state 128, batch {batch}", SSDSpec(64, 64, 128, 1, 256), batch, report)
     return 0
 
 
-def _attention(title: str, spec: AttentionSpec, slots: int, batch: int) -> None:
+def _attention(title: str, spec: AttentionSpec, slots: int, batch: int, report: Report) -> None:
     import torch
     import torch.nn.functional as F
 
@@ -68,17 +72,17 @@ def _attention(title: str, spec: AttentionSpec, slots: int, batch: int) -> None:
             q[:, :, None], k, v, attn_mask=mask, scale=spec.scale, enable_gqa=spec.n_heads != spec.n_kv_heads
         )
 
-    _compare(title, "attention_step", spec, inputs, moved, {"SDPA, mask": sdpa})
+    _compare(report, title, "attention_step", spec, inputs, moved, {"SDPA, mask": sdpa})
 
 
-def _ssd(title: str, spec: SSDSpec, batch: int) -> None:
+def _ssd(title: str, spec: SSDSpec, batch: int, report: Report) -> None:
     from llmtrain.kernels.operation import operation
 
     moved = 2 * 4 * batch * spec.n_heads * spec.head_dim * spec.d_state
     tensors, _ = operation("ssd").inputs(spec, batch, 1, "cuda", state=True)
     *token, state = (t[:, 0] if t.ndim in (3, 4) and t.shape[1] == 1 else t for t in tensors)
     inputs = [(*token, state.clone()) for _ in range(_copies(moved))]
-    _compare(title, "ssd_step", spec, inputs, moved, {})
+    _compare(report, title, "ssd_step", spec, inputs, moved, {})
 
 
 def _copies(moved: int) -> int:
@@ -86,6 +90,7 @@ def _copies(moved: int) -> int:
 
 
 def _compare(
+    report: Report,
     title: str,
     operation: registry.Operation,
     spec: registry.Spec,
@@ -95,10 +100,9 @@ def _compare(
 ) -> None:
     here = platform.detect()
     ours = {n: registry.resolve(operation, n, spec, here).build(spec, here) for n in ("triton", "reference")}
-    print(title)
     for name, step in (ours | peers).items():
         seconds = _seconds(step, inputs)
-        print(f"    {name:10} {1e6 * seconds:10.1f} µs {moved / seconds / 1e9:8,.0f} GB/s", flush=True)
+        report.add(f"{title}, {name}", time_us=1e6 * seconds, tb_per_s=moved / seconds / 1e12)
 
 
 def _seconds(step: Callable[..., Tensor], inputs: Sequence[tuple[Any, ...]]) -> float:

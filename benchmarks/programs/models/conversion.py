@@ -5,7 +5,7 @@
 A checkpoint of FILE's model is made without training, exported, and imported again; FOLDER is where all three go. Each command
 has a process of its own, and its figure is the peak of resident memory, pages of mapped files included, above that after the same
 conversion of a tiny model. Values are random and exact in bf16: what comes back must be what was made, and is compared number by
-number. The last line is JSON; the exit status is 1 if they differ, or a peak is above twice the largest exported file.
+number. The exit status is 1 if they differ, or a peak is above twice the largest exported file.
 --filled: the share of each tensor that is not zero. Zeros take no room on the disk in the two folders that are read, where
 `fallocate --dig-holes` is there: an 8B at 0.125 needs 40 GB instead of 81.
 """
@@ -22,13 +22,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.arguments import Parser, number
-from benchmarks.harness.report import rounded
+from benchmarks.harness.report import Report
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.checkpoint.repository import Repository
@@ -64,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--filled", type=number, default=1.0)
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides).model
@@ -74,17 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     tiny = args.folder / "tiny"
     make_checkpoint(tiny, _tiny(), partial(random_runs, 1.0))
     options = ["--dtype", args.dtype, "--max-shard-size", args.max_shard_size]
-    found: dict[str, Any] = {"parameters": sum(math.prod(w.shape) for w in family_for_model(config).weights(config))}
-    tiny_exported, tiny_again = tiny.with_name("tiny-exported"), tiny.with_name("tiny-again")
-    found["export"] = convert(["export", tiny, tiny_exported], ["export", made, exported, *options])
-    found["largest_file"] = max(file.stat().st_size for file in exported.glob("model*.safetensors"))
+    tiny_exported, tiny_again, report = tiny.with_name("tiny-exported"), tiny.with_name("tiny-again"), Report(args.out)
+    exporting = convert(["export", tiny, tiny_exported], ["export", made, exported, *options])
+    bound = 2 * max(file.stat().st_size for file in exported.glob("model*.safetensors"))
     punch_holes(exported)
-    found["import"] = convert(["import", tiny_exported, tiny_again], ["import", exported, again])
-    for verb in ("export", "import"):
-        found[verb]["of_bound"] = found[verb]["peak_bytes"] / (2 * found["largest_file"])
-    found["equal"] = args.dtype != "float16" and equal(made, again)
-    print(json.dumps(rounded(found)), flush=True)
-    return 0 if found["equal"] and all(found[verb]["of_bound"] <= 1 for verb in ("export", "import")) else 1
+    importing = convert(["import", tiny_exported, tiny_again], ["import", exported, again])
+    for verb, found in (("export", exporting), ("import", importing)):
+        figures = {"memory_mb": found["peak_bytes"] / 1e6, "bound_gb": bound / 1e9, "time_s": found["seconds"]}
+        report.add(f"{Path(args.file).stem}: {verb}", **figures, interpreter_mb=found["interpreter_bytes"] / 1e6)
+    same = args.dtype != "float16" and equal(made, again)
+    print("what came back is the same" if same else "what came back DIFFERS", flush=True)
+    return 0 if same and all(one["peak_bytes"] <= bound for one in (exporting, importing)) else 1
 
 
 def make_checkpoint(folder: Path, config: ModelConfig, value: Callable[[Weight, int], Tensor]) -> None:

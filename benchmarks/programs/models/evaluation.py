@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
 from benchmarks.harness.plan_work import work
+from benchmarks.harness.report import Report, Row, device_name
 from llmtrain.bench.machine import OPTIONAL
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.errors import UserError
@@ -68,20 +69,20 @@ class Measured:
     def ours(self) -> float:
         return statistics.median(self.passes)
 
-    def __str__(self) -> str:
-        line = (
-            f"{self.task:16} {self.documents:6} documents  "
-            f"llmtrain {self.ours:9.1f}/s ({min(self.passes):.1f} to {max(self.passes):.1f}), "
-            f"{self.naive / self.tokens:4.1f} x fewer tokens, {self.slots / self.tokens:.2f} x padding, {self.calls} calls"
-        )
-        theirs = self.theirs
-        if theirs is None:
-            return line
-        part = "" if theirs.documents == self.documents else f" on {theirs.documents} documents"
-        return (
-            f"{line}  lm-evaluation-harness {theirs.rate:9.1f}/s{part} (batch {theirs.batch})  {self.ours / theirs.rate:5.2f} x  "
-            f"max |difference| {theirs.difference:.3f}, same choice {100 * theirs.agreement:.1f} %"
-        )
+    def figures(self) -> Row:
+        """Row of the task: the harness's figures too, once there are any."""
+        row: Row = {"documents_count": self.documents, "ours_documents_per_s": self.ours}
+        row |= {"ours_least_documents_per_s": min(self.passes), "ours_most_documents_per_s": max(self.passes)}
+        row |= {
+            "fewer_tokens_x": self.naive / self.tokens,
+            "padding_x": self.slots / self.tokens,
+            "calls_count": self.calls,
+        }
+        if (theirs := self.theirs) is not None:
+            row |= {"harness_documents_per_s": theirs.rate, "harness_x": self.ours / theirs.rate}
+            row |= {"harness_documents_count": theirs.documents, "harness_batch_count": theirs.batch}
+            row |= {"difference_nats": theirs.difference, "same_choice_percent": 100 * theirs.agreement}
+        return row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,13 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse(argv)
-    if args.passes < 1:
-        raise UserError(f"--passes {args.passes}: at least one pass is timed")
     config = load_config(args.file, args.overrides)
     if args.out and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+    report = Report(args.out)
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
     with frozen_gc(), tempfile.TemporaryDirectory() as folder:
@@ -122,22 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             found, tokenizer, max_length=config.model.max_seq_len, max_batch_tokens=args.max_batch_tokens
         )
         assert isinstance(scorer, HybridScorer)
-        device = scorer.device
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         count = sum(parameter.numel() for parameter in scorer.model.parameters())
-        print(f"{config.name}, {count:,} parameters, {scorer.model.hybrid.embed.weight.dtype}, {name}", flush=True)
+        print(
+            f"{config.name}, {count:,} parameters, {scorer.model.hybrid.embed.weight.dtype}, {device_name()}",
+            flush=True,
+        )
         packages = [one for one in OPTIONAL if importlib.util.find_spec(one)]
         print(f"optional packages that the harness may use: {', '.join(packages) or 'none'}", flush=True)
-
-        def keep(rows: list[Measured]) -> None:
-            if args.out:
-                content = {
-                    "model": config.name,
-                    "device": name,
-                    "packages": packages,
-                    "rows": [asdict(row) | {"ours": row.ours} for row in rows],
-                }
-                args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
         rows, answers = [], []
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
@@ -155,8 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 row.passes.append(row.documents / (ended - began))
                 began = ended
         for row in rows:
-            print(row, flush=True)
-        keep(rows)
+            report.add(row.task, **row.figures())
         del scorer
         if args.no_peer or (peer := _peer(folder, config.model.max_seq_len)) is None:
             return
@@ -172,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seconds=args.peer_seconds,
                 say=lambda line: print(line, flush=True),
             )
-            print(row, flush=True)
-            keep(rows)
+            report.add(row.task, **row.figures())
 
 
 def _parse(task: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.arguments import Parser, number, positive
+from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import rounded
 from benchmarks.programs.models.conversion import make_checkpoint
 from llmtrain.convert.export import export
@@ -254,32 +255,21 @@ def figures(rows: dict[str, list[dict[str, Any]]], new: int, same: int) -> dict[
 
 def plot(found: list[dict[str, Any]], file: Path) -> None:
     """Tokens per second, and milliseconds of a further token, over the batch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, ScalarFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
     labels = {"tokens_per_second": "tokens/s of whole requests", "further_ms": "ms for a further token"}
-    for color, one in enumerate(found):
-        for name, style in (("llmtrain", "o-"), ("vllm", "s--")):
-            if not (rows := one.get(name)):
-                continue
-            for axis, key in zip(axes, labels, strict=True):
-                values = [row[key] for row in rows]
-                axis.plot(
-                    [row["batch"] for row in rows], values, style, color=f"C{color}", label=f"{one['model']}, {name}"
-                )
-    for axis, label in zip(axes, labels.values(), strict=True):
-        axis.set(xlabel="batch", ylabel=label, xscale="log", yscale="log")
-        batches = sorted({row["batch"] for one in found for row in one.get("llmtrain", [])})
-        axis.xaxis.set_major_locator(FixedLocator(batches))
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for one in (axis.xaxis, axis.yaxis):
-            one.set_minor_locator(NullLocator())
-            one.set_major_formatter(ScalarFormatter())
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    batches = sorted({row["batch"] for one in found for row in one.get("llmtrain", [])})
+    with picture(file, 1, 2, size=(9, 3.6)) as axes:
+        for axis, (key, label) in zip(axes, labels.items(), strict=True):
+            for color, one in enumerate(found):
+                for name, style in (("llmtrain", "o-"), ("vllm", "s--")):
+                    if rows := one.get(name):
+                        points = [row["batch"] for row in rows], [row[key] for row in rows]
+                        axis.plot(*points, style, color=f"C{color}", label=f"{one['model']}, {name}")
+            axis.set(xlabel="batch", ylabel=label, xscale="log", yscale="log")
+            axis.xaxis.set_major_locator(FixedLocator(batches))
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            for one in (axis.xaxis, axis.yaxis):
+                one.set_minor_locator(NullLocator())
+                one.set_major_formatter(ScalarFormatter())
+        axes[0].legend(fontsize=7)

@@ -27,7 +27,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.arguments import Parser, number, positive
-from benchmarks.harness.report import rounded
+from benchmarks.harness.pictures import picture
+from benchmarks.harness.report import device_name, rounded
 from llmtrain.errors import RunError
 from llmtrain.schema.load import load_config
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(run: Run) -> None:
         found[run.name] = rounded(run.result(args.steps))
-        content = {"device": _device(), "settings": common, "special": special, "models": found}
+        content = {"device": device_name(), "settings": common, "special": special, "models": found}
         (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
         plot(found, args.out / "convergence.png")
 
@@ -148,16 +149,8 @@ class Run:
         """Start it in a folder of its own, from step 0; the first call to prepare takes the lock and the others wait."""
         while self.folder.exists():
             self.folder = self.folder.with_name(f"{self.folder.name}-again")
-        command = [
-            sys.executable,
-            "-m",
-            "llmtrain.cli",
-            "train",
-            *self.settings,
-            f"run_dir={self.folder}",
-            "--nproc",
-            str(self.processes),
-        ]
+        command = [sys.executable, "-m", "llmtrain.cli", "train", *self.settings, f"run_dir={self.folder}"]
+        command += ["--nproc", str(self.processes)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -273,12 +266,6 @@ def _parameters(config: Any) -> int:
         return sum(p.numel() for p in HybridLM(config.model, platform=platform.cpu()).parameters())
 
 
-def _device() -> str:
-    from llmtrain.kernels import platform
-
-    return platform.detect().device_name
-
-
 def _smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
     """Exponential average without a bias to its beginning."""
     keep, total, weight, found = 0.5 ** (1 / half_life), 0.0, 0.0, []
@@ -290,24 +277,12 @@ def _smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
 
 def plot(found: dict[str, Any], file: Path) -> None:
     """Loss over tokens and over seconds of training, smoothed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for name, one in found.items():
-        label = f"{name}: {one['parameters'] / 1e6:.0f}M, {one['tokens_per_second'] / 1e3:,.0f}k tokens/s"
-        axes[0].plot([n / 1e6 for n in one["tokens"]], _smoothed(one["loss"]), label=label)
-        axes[1].plot(one["seconds"], _smoothed(one["loss"]))
-    lowest = min(min(_smoothed(one["loss"])) for one in found.values())
-    axes[0].set_ylim(lowest - 0.1, lowest + 2.5)
-    axes[0].set_xlabel("million tokens")
-    axes[1].set_xlabel("seconds of training")
-    axes[0].set_ylabel("training loss, nats per token")
-    axes[0].legend(fontsize=7)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    with picture(file, 1, 2, size=(9, 3.6), sharey=True) as axes:
+        for name, one in found.items():
+            label = f"{name}: {one['parameters'] / 1e6:.0f}M, {one['tokens_per_second'] / 1e3:,.0f}k tokens/s"
+            axes[0].plot([n / 1e6 for n in one["tokens"]], _smoothed(one["loss"]), label=label)
+            axes[1].plot(one["seconds"], _smoothed(one["loss"]))
+        lowest = min(min(_smoothed(one["loss"])) for one in found.values())
+        axes[0].set(xlabel="million tokens", ylabel="training loss, nats per token", ylim=(lowest - 0.1, lowest + 2.5))
+        axes[1].set_xlabel("seconds of training")
+        axes[0].legend(fontsize=7)

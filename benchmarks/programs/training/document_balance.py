@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.arguments import Parser, positive
+from benchmarks.harness.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive, nargs="+", default=[32_768, 131_072])
     parser.add_argument("--context", type=positive, nargs="+", default=[2, 4, 8])
     parser.add_argument("--draws", type=positive, default=200)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     rng = np.random.default_rng(1)
     if args.folder is None:
@@ -32,15 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = [file.stat().st_size for file in args.folder.rglob("*.py")]
         lengths = np.array([size // 4 for size in sizes if size > 64])
     print(f"{len(lengths):,} documents, median {int(np.median(lengths)):,} tokens, mean {int(lengths.mean()):,}")
+    report = Report(args.out)
     for tokens in args.tokens:
         sequences = [token_work(rng, lengths, tokens) for _ in range(args.draws)]
         left = np.mean([work.sum() for work in sequences]) / (tokens * (tokens + 1) / 2)
         for ranks in args.context:
             ways = np.mean([imbalances(work, ranks) for work in sequences], axis=0)
-            said = ", ".join(
-                f"{name} {one:.2f}" for name, one in zip(("head-tail", "pairs", "eight"), ways, strict=True)
-            )
-            print(f"{tokens:,} tokens, context {ranks}: {said}; {left:.3f} of the work is left")
+            found = {f"{name}_x": float(way) for name, way in zip(("head_tail", "pairs", "eight"), ways, strict=True)}
+            report.add(f"{tokens:,} tokens, context {ranks}", **found, left_percent=100 * float(left))
     return 0
 
 

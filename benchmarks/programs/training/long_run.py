@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.harness.arguments import Parser, number, positive
+from benchmarks.harness.pictures import picture
 from llmtrain.errors import Preempted
 from llmtrain.schema.load import load_config
 
@@ -270,10 +271,14 @@ def at(rows: Sequence[Row], when: float) -> list[Row]:
 
 
 def draw(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int, path: Path) -> None:
-    from matplotlib.figure import Figure
+    with picture(path, 4, 1, size=(9, 9), sharex=True) as axes:
+        draw_in(axes, steps, gpus, processes, tokens)
 
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    speed, memory, host, busy = figure.subplots(4, 1, sharex=True)
+
+def draw_in(
+    panels: Sequence[Any], steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int
+) -> None:
+    speed, memory, host, busy = panels
 
     def minutes(rows: Sequence[Row]) -> list[float]:
         return [(row["seconds"] - steps[0]["seconds"]) / 60 for row in rows]
@@ -303,7 +308,5 @@ def draw(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], to
     busy.set_xlabel("minutes of training")
     for axes in (speed, memory, host, busy):
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, ncols=3)
-    figure.savefig(path, dpi=110)

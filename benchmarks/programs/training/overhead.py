@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.report import Report
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -28,25 +29,24 @@ WARMUP = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__name__, __doc__, config=True)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)
     if args.plain:
         print(json.dumps(plain_loop(config).seconds))
         return 0
-    plain = _plain(args)
-    ours = _llmtrain(args, config)
-    again = _plain(args)
-    for name, seconds in (("plain loop", plain), ("llmtrain train", ours), ("plain loop again", again)):
+    report, found = Report(args.out), {}
+    for what, measure in (("plain loop", _plain), ("llmtrain train", _llmtrain), ("plain loop again", _plain)):
+        found[what] = seconds = measure(args, config)
+        plain = min(value for name, value in found.items() if "plain" in name)
         rate = config.tokens_per_step / seconds
-        print(
-            f"{name:18} {1000 * seconds:9.1f} ms/step  {rate:9,.0f} tokens/s  MFU {100 * mfu(config, rate):.2f} % (foundry)"
-        )
-    print(f"llmtrain / plain loop: {ours / min(plain, again):.4f} x the step time")
+        figures = {"step_ms": 1e3 * seconds, "tokens_per_s": rate, "mfu_percent": 100 * mfu(config, rate)}
+        report.add(what, **figures, plain_x=seconds / plain if measure is _llmtrain else None)
     return 0
 
 
-def _plain(args: argparse.Namespace) -> float:
+def _plain(args: argparse.Namespace, _: Config) -> float:
     command = [sys.executable, "-m", "benchmarks", "overhead", "--plain", args.file, *args.overrides]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return statistics.median(json.loads(output.splitlines()[-1]))

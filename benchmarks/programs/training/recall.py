@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser, positive
+from benchmarks.harness.pictures import picture
 from benchmarks.harness.ranks import Training, on_ranks
 from llmtrain.schema.load import load_config
 
@@ -127,31 +128,21 @@ def batch(step: int, size: int, length: int, seed: int = 1) -> Any:
 
 def draw(file: Path, records: list[dict[str, Any]]) -> None:
     """Losses over steps, averaged over 10: the mean of each context's seeds, and the band from the least to the largest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
-    for context, style in zip(sorted({record["context"] for record in records}), ("-", "--", ":"), strict=False):
-        runs = [run["steps"] for record in records if record["context"] == context for run in record["runs"]]
-        shortest = min(map(len, runs))
-        places = range(0, shortest, 10)
-        means = [
-            [sum(row["loss"] for row in run[at : at + 10]) / len(run[at : at + 10]) for at in places] for run in runs
-        ]
-        by_place, x = list(zip(*means, strict=True)), [at + 5 for at in places]
-        label = f"context {context}" + (f", {len(runs)} seeds" if len(runs) > 1 else "")
-        (line,) = axes.plot(x, [sum(one) / len(one) for one in by_place], style, label=label)
-        axes.fill_between(
-            x, [min(one) for one in by_place], [max(one) for one in by_place], alpha=0.2, color=line.get_color()
-        )
     steps, top = records[0]["runs"][0]["steps"], math.log(VALUES)
-    for at, row in enumerate(steps):
-        if at == 0 or row["length"] != steps[at - 1]["length"]:
-            axes.axvline(at, color="0.8", zorder=0)
-            axes.text(at + 4, top * 1.02, f"{row['length']:,}", fontsize=8)
-    axes.axhline(top, color="0.8", zorder=0)
-    axes.set(xlabel="step (lengths above)", ylabel="loss of the answers (nats)", ylim=(0, top * 1.12))
-    axes.legend()
-    figure.savefig(file, dpi=130)
+    with picture(file, size=(8, 3.6)) as axes:
+        for context, style in zip(sorted({record["context"] for record in records}), ("-", "--", ":"), strict=False):
+            runs = [run["steps"] for record in records if record["context"] == context for run in record["runs"]]
+            places = range(0, min(map(len, runs)), 10)
+            tens = [[[row["loss"] for row in run[at : at + 10]] for at in places] for run in runs]
+            by_place = list(zip(*([sum(ten) / len(ten) for ten in run] for run in tens), strict=True))
+            x = [at + 5 for at in places]
+            label = f"context {context}" + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+            (line,) = axes.plot(x, [sum(one) / len(one) for one in by_place], style, label=label)
+            axes.fill_between(x, [*map(min, by_place)], [*map(max, by_place)], alpha=0.2, color=line.get_color())
+        for at, row in enumerate(steps):
+            if at == 0 or row["length"] != steps[at - 1]["length"]:
+                axes.axvline(at, color="0.8", zorder=0)
+                axes.text(at + 4, top * 1.02, f"{row['length']:,}", fontsize=8)
+        axes.axhline(top, color="0.8", zorder=0)
+        axes.set(xlabel="step (lengths above)", ylabel="loss of the answers (nats)", ylim=(0, top * 1.12))
+        axes.legend()

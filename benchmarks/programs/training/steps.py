@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.report import Report, Row
 from benchmarks.programs.training.overhead import mfu, plain_loop
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -44,13 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.in_process:
         print(json.dumps(measure(configs[args.kernels[0]])))
         return 0
-    rows: list[dict[str, Any]] = []
-    names = [*args.kernels, args.kernels[0]] if len(args.kernels) > 1 else args.kernels
-    print(
-        f"{'kernels':10} {'ms/step':>9} {'host ms':>9} {'GPU ms':>9} {'tokens/s':>10} {'MFU %':>6} {'GB':>6} {'x first':>8}",
-        flush=True,
-    )
-    for name in names:
+    report = Report(args.out)
+    again = [f"{args.kernels[0]}, again"] if len(args.kernels) > 1 else []
+    for what in [*args.kernels, *again]:
+        name = what.removesuffix(", again")
         command = [
             sys.executable,
             "-m",
@@ -64,15 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            print(f"{name:10} failed: status {done.returncode}", flush=True)
-            rows.append({"kernels": name, "failed": done.returncode})
+            report.add(what, failed=f"status {done.returncode}")
         else:
-            rows.append({"kernels": name, **json.loads(done.stdout.splitlines()[-1])})
-            print(format_row(rows[-1], rows[0], configs[name]), flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({"config": args.file, "overrides": args.overrides, "steps": rows}, indent=1))
-    return int(any("failed" in row for row in rows))
+            report.add(what, **figures(json.loads(done.stdout.splitlines()[-1]), configs[name], report.rows))
+    return int(any("failed" in row for row in report.rows))
+
+
+def figures(measured: dict[str, Any], config: Config, before: Sequence[Row]) -> Row:
+    """Row of what `measure` found; first_x: times as fast as the first of the rows before."""
+    row = {f"{name}_ms": value and 1e3 * value for name, value in measured.items() if name in ("step", "host", "gpu")}
+    rate = config.tokens_per_step / measured["step"]
+    first = before[0].get("step_ms") if before else None
+    row |= {"tokens_per_s": rate, "mfu_percent": 100 * mfu(config, rate), "peak_gb": measured["memory"] / 1e9}
+    return row | {"first_x": first and first / row["step_ms"], "losses_nats": measured["losses"]}
 
 
 def with_kernels(file: str, overrides: list[str], name: str) -> Config:
@@ -87,26 +89,16 @@ def with_kernels(file: str, overrides: list[str], name: str) -> Config:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """seconds, host: of a step, medians; gpu: seconds of its kernels in a step; losses: of all steps; memory: bytes at the peak."""
+    """step, host: median seconds of a step; gpu: of its kernels in one; losses: of all steps; memory: bytes at the peak."""
     import torch
 
     public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     loop = plain_loop(config, fullgraph=not public)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
-        "seconds": statistics.median(loop.seconds),
+        "step": statistics.median(loop.seconds),
         "host": statistics.median(loop.host),
         "gpu": loop.kernels,
         "losses": loop.losses,
         "memory": memory,
     }
-
-
-def format_row(row: dict[str, Any], first: dict[str, Any], config: Config) -> str:
-    rate = config.tokens_per_step / row["seconds"]
-    ratio = f"{first['seconds'] / row['seconds']:8.3f}" if "seconds" in first else f"{'':8}"
-    gpu = "" if row["gpu"] is None else f"{1000 * row['gpu']:.1f}"
-    return (
-        f"{row['kernels']:10} {1000 * row['seconds']:9.1f} {1000 * row['host']:9.1f} {gpu:>9} {rate:10,.0f} "
-        f"{100 * mfu(config, rate):6.2f} {row['memory'] / 1e9:6.1f} {ratio}  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
-    )

@@ -14,9 +14,10 @@ import zstandard
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
 EXTENSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
+_ZST = b"\x28\xb5\x2f\xfd"
 _MAGIC: dict[bytes, Compression] = {
     b"\x1f\x8b": "gz",
-    b"\x28\xb5\x2f\xfd": "zst",
+    _ZST: "zst",
     b"BZh": "bz2",
     b"\xfd7zXZ\x00": "xz",
 }
@@ -26,6 +27,10 @@ DAMAGES = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)
 """Errors of reading a damaged file."""
 _READ_BYTES = 1 << 17
 _BUFFER_BYTES = 1 << 20
+_BLOCKS = 8
+"""Blocks of a .zst file that are expanded at a time."""
+_RUN = 1
+"""The kind of a block that is one byte, many times."""
 
 
 def compression_of(head: bytes) -> Compression | None:
@@ -57,7 +62,8 @@ def decompress(stream: BinaryIO, compression: Compression | None) -> BinaryIO:
 
 
 class _ZstReader(io.RawIOBase):
-    """Uncompressed bytes of a .zst file of one or more frames.
+    """Uncompressed bytes of a .zst file of one or more frames (RFC 8878), a few blocks at a time, each of which has at most
+    128 KiB: zeros take a few bytes a block, and zstandard expands whatever it is given at once.
 
     zstandard's own stream_reader treats a truncated file as complete; here it is an EOFError, as in gzip.
     """
@@ -65,6 +71,7 @@ class _ZstReader(io.RawIOBase):
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._frame: Any = None
+        self._has_checksum = False
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -72,24 +79,47 @@ class _ZstReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._stream.read(_READ_BYTES)
+            data = self._blocks() if self._frame is not None else self._frame_header()
             if not data:
                 if self._frame is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
-            self._ready = memoryview(self._decompress(data))
+            self._ready = memoryview(self._frame.decompress(data))
+            if self._frame.eof:
+                self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, data: bytes) -> bytes:
+    def _frame_header(self) -> bytes:
+        """The bytes before the blocks of the next frame with content; none at the end of the file."""
+        while (magic := self._stream.read(4))[1:] == _SKIPPABLE and magic[0] & 0xF0 == 0x50:
+            left = int.from_bytes(self._stream.read(4), "little")
+            while left and (skipped := len(self._stream.read(min(left, _READ_BYTES)))):
+                left -= skipped
+            if left:
+                raise EOFError("it ends in the middle of a frame")
+        if not magic:
+            return b""
+        # `zstd --long` writes windows of up to 2 GiB.
+        self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        descriptor = self._stream.read(1)
+        if not descriptor or magic != _ZST:
+            return magic + descriptor  # which zstandard refuses
+        flags = descriptor[0]
+        single, self._has_checksum = bool(flags & 0x20), bool(flags & 0x04)
+        size = (not single) + (0, 1, 2, 4)[flags & 3] + (int(single), 2, 4, 8)[flags >> 6]
+        return magic + descriptor + self._stream.read(size)
+
+    def _blocks(self) -> bytes:
+        """The next blocks of a frame, up to its end."""
         parts = []
-        while data:
-            # `zstd --long` writes windows of up to 2 GiB.
-            self._frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            parts.append(self._frame.decompress(data))
-            data = b""
-            if self._frame.eof:
-                data, self._frame = self._frame.unused_data, None
+        for _ in range(_BLOCKS):
+            parts.append(header := self._stream.read(3))
+            content = int.from_bytes(header, "little")
+            parts.append(self._stream.read(1 if content >> 1 & 3 == _RUN else content >> 3))
+            if content & 1:  # the last one
+                parts.append(self._stream.read(4 * self._has_checksum))
+                break
         return b"".join(parts)

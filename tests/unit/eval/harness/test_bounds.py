@@ -134,3 +134,20 @@ def test_code_that_shuffles_does_so_as_at_the_begin_of_the_harness(tmp_path, mon
     expected, generator = [row["question"] for row in ROWS], random.Random(0)
     generator.shuffle(expected)
     assert found == expected and after == random.Random(77).random()
+
+
+def test_no_template_is_rendered_outside_of_the_sandbox(tmp_path, monkeypatch):
+    """lm_eval's own environment lets a template run any program."""
+    import lm_eval.utils
+
+    def fail(*given: Any) -> None:
+        raise AssertionError("rendered by lm_eval")
+
+    monkeypatch.setattr(lm_eval.utils, "apply_template", fail)
+    examples = {"samples": ROWS[:2], "sampler": "first_n", "gen_prefix": "{{'So'}}"}
+    more = {"description": "{{question}}!", "gen_prefix": "{{'Thus'}}", "fewshot_config": examples}
+    for settings in (CHOICES, TEXT, {**TEXT, "output_type": "loglikelihood_rolling", "metric_list": None}):
+        made = task(tmp_path, settings | {"doc_to_choice": settings["doc_to_choice"] and "{{['no', 'yes']}}"}, **more)
+        documents = made.documents()
+        assert made.requests(documents, byte_level(), 0 if made.rolling else 2, max_seq_len=512)
+        assert documents.evaluated[0].text
