@@ -10,7 +10,7 @@ from llmtrain.adapt.float8 import casts_by_triton
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.backends import Chosen
 from llmtrain.models.loss import loss_type
-from llmtrain.plan.graph_gain import takes_graphs
+from llmtrain.plan.graph_gain import reason_against
 from llmtrain.plan.memory import shard_ranks
 from llmtrain.schema.config import Config
 
@@ -33,7 +33,7 @@ def decisions(
     train, gpu = config.train, platform.vendor != "cpu"
     compiled = train.compile in ("on", "max_autotune") or (train.compile == "auto" and gpu)
     nvidia, shards = platform.vendor == "nvidia", shard_ranks(config, world_size)
-    graphs = nvidia and takes_graphs(config, parameters, world_size, world_size == local_size)
+    against_graphs = reason_against(config, platform, parameters, world_size, world_size == local_size)
     found: dict[str, tuple[Any, Any]] = {
         "train.microbatch_size": (given.train.microbatch_size, train.microbatch_size),
         "train.sharding.strategy": (given.train.sharding.strategy, train.sharding.strategy),
@@ -48,7 +48,7 @@ def decisions(
         ),
         "train.loss.type": (given.train.loss.type, loss_type(train.loss, platform)),
         "train.compile": (given.train.compile, _on(compiled)),
-        "train.cuda_graphs": (given.train.cuda_graphs, _on(graphs)),
+        "train.cuda_graphs": (given.train.cuda_graphs, _on(against_graphs is None)),
         "eval.microbatch_size": (given.eval.microbatch_size, train.microbatch_size),
         "data.order": (given.data.order, config.data.order_name),
     }

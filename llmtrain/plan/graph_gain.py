@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from llmtrain.kernels.platform import Platform
 from llmtrain.schema.config import Config
+from llmtrain.schema.training import TrainConfig
 
 HOST_SECONDS = 2e-3
 """Of launching a layer's forward and backward pass without graphs: 1.6 ms with attention, 3 ms with Mamba-2 (BENCHMARKS.md)."""
@@ -32,7 +34,27 @@ def gained_by_run(config: Config, parameters: int, ranks: int, one_node: bool) -
 
 def takes_graphs(config: Config, parameters: int, ranks: int, one_node: bool) -> bool:
     """True if a run of several NVIDIA GPUs is expected to make graphs. The config without `auto` but of graphs."""
+    nvidia = Platform("nvidia", "", "", 0)
+    return reason_against(config, nvidia, parameters, ranks, one_node) is None
+
+
+def reason_against(config: Config, platform: Platform, parameters: int, ranks: int, one_node: bool) -> str | None:
+    """Reason for which a run makes no graphs; None: it does, if it can. config: without `auto` but of graphs."""
     setting = config.train.cuda_graphs
-    if setting == "off" or config.train.cuda_graphs_refusal(ranks, config.model.dropout) is not None:
-        return False
-    return setting == "on" or gained_by_run(config, parameters, ranks, one_node) > 0
+    if setting == "off":
+        return "train.cuda_graphs is off"
+    reason = refusal(config.train, ranks, platform, config.model.dropout)
+    if reason is None and ranks > 1 and setting == "auto" and gained_by_run(config, parameters, ranks, one_node) <= 0:
+        return f"{ranks} ranks would exchange weights and gradients apart from microbatches that are few and long"
+    return reason
+
+
+def refusal(config: TrainConfig, ranks: int, platform: Platform, dropout: float) -> str | None:
+    """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
+    if platform.vendor == "cpu":
+        return "they need a GPU"
+    if reason := config.cuda_graphs_refusal(ranks, dropout):
+        return reason
+    if platform.vendor == "amd" and config.cuda_graphs == "auto":
+        return "they were not tried on AMD (train.cuda_graphs: on takes them)"
+    return None

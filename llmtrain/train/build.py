@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,10 @@ from llmtrain.adapt.float8 import compute_scales, compute_scales_after_steps
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.distributed.world import World
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import detect
 from llmtrain.logs import run_log
+from llmtrain.models.backends import Chosen
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameters import parameter_info
@@ -30,7 +33,6 @@ from llmtrain.train.graphs.cuda_graphs import GraphedLoss, graphed_loss
 from llmtrain.train.microbatch import choose_microbatch, of_size
 from llmtrain.train.optim import build_optimizer, learning_rates
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.ranks.same_kernels import require_same_kernels
 from llmtrain.train.step import GradientSync, Step
 
 
@@ -121,3 +123,21 @@ def resolved_config(config: Config, sizes: ParameterSizes, world: World, device:
         if "microbatch_size" not in line:  # which is searched for
             run_log.info(line)
     return resolved.config
+
+
+def require_same_kernels(kernels: Iterable[Chosen], world: World) -> None:
+    """Raise UserError, on all ranks, if a block's backend is another on some node: which is the fastest depends on tables that each
+    machine may have of its own. Every rank calls this."""
+    if world.size == world.local_size:
+        return
+    own = [(one.block, one.kernel.operation, one.backend) for one in kernels]
+    ranks: list[list[tuple[str, str, str | None]]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(ranks, own)
+    for rank, theirs in enumerate(ranks):
+        for (block, operation, expected), (_, _, found) in zip(ranks[0], theirs, strict=True):
+            if found != expected:
+                raise UserError(
+                    f"block {block}: {operation} would run by {expected} on rank 0 and by {found} on rank {rank}, for `auto` "
+                    "goes by measurements, which differ between these machines: copy ~/.config/llmtrain/tuning to all of "
+                    "them, name one file by LLMTRAIN_TUNING, or name the backend in the YAML"
+                )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
+import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from llmtrain.checkpoint.beneath import Beneath, base_of
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.checkpoint.partial_load import load_part
@@ -31,6 +34,8 @@ from llmtrain.train.faults.preemption import Preemption
 from llmtrain.train.faults.rewind import PassedOver, Rewind
 
 _NO_FAULT = (OSError, UserError, RunError)
+_APPEARANCE_SECONDS = 30.0
+"""A network file system may show a new file to other nodes that late."""
 _TOGETHER_SECONDS = 30.0
 """Well below the time after which a collective gives up."""
 
@@ -81,10 +86,10 @@ class Uploads:
 
 
 class Checkpoints:
-    """A run's folder of checkpoints, in use within `with`.
+    """A run's folder of checkpoints. `uploads`, `saver` and `preemption` are contexts, entered in this order.
 
     resumed: what the run goes on from. beneath: what its checkpoints leave out. steps: a length in steps.
-    Use `uploads` after the block too.
+    `uploads` is of use after its block too.
     """
 
     def __init__(
@@ -122,27 +127,9 @@ class Checkpoints:
 
     def callback(self, config: Config, more_files: Mapping[str, bytes]) -> Checkpointing:
         """config: as the user gave it, which checkpoints hold. more_files: see RunState."""
-        return Checkpointing(
-            self.saver,
-            self.preemption,
-            config.model_dump(mode="json"),
-            lambda: data_fingerprint(config.data),
-            self.interval,
-            self.passed,
-            self.also,
-            self.rewind,
-            more_files,
-        )
-
-    def __enter__(self) -> Checkpoints:
-        with contextlib.ExitStack() as stack:
-            for one in (self.uploads, self.saver, self.preemption):
-                stack.enter_context(one)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+        written, fingerprint = config.model_dump(mode="json"), partial(data_fingerprint, config.data)
+        places = self.interval, self.passed, self.also, self.rewind
+        return Checkpointing(self.saver, self.preemption, written, fingerprint, *places, more_files)
 
 
 def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath | None:
@@ -173,3 +160,30 @@ def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath 
     if training.average is not None:
         training.average.begin()
     return beneath
+
+
+def require_shared(root: Path, world: World, seconds: float = _APPEARANCE_SECONDS) -> None:
+    """Raise CheckpointError, on all ranks, if `root` is another disk on some node: each rank writes and reads its part of a
+    checkpoint there. Every rank calls this, first of all."""
+    if world.size == world.local_size:
+        return
+    names = [f".rank0-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names, src=0)
+    mark = root / names[0]
+    if world.is_main:
+        root.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    dist.barrier()
+    deadline = time.monotonic() + seconds
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    answers: list[bool] = [False] * world.size
+    dist.all_gather_object(answers, seen)
+    if world.is_main:
+        mark.unlink()
+    if not all(answers):
+        apart = [str(rank) for rank, answer in enumerate(answers) if not answer]
+        raise CheckpointError(
+            f"{root} is not the same folder on every node: rank(s) {', '.join(apart)} do not see what rank 0 writes there. "
+            "Put run_dir on a file system that all nodes share; checkpoint.remote does not replace it"
+        )

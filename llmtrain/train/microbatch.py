@@ -28,9 +28,10 @@ from llmtrain.models.layer_part import step_sums
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, compute_loss
 from llmtrain.plan.candidates import MEASURED, microbatches
+from llmtrain.plan.graph_gain import reason_against
 from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
-from llmtrain.train.graphs.cuda_graphs import reason_against, replay_seconds
+from llmtrain.train.graphs.cuda_graphs import replay_seconds
 from llmtrain.train.ranks.fsdp_reset import reset_fsdp
 from llmtrain.train.ranks.memory_agreement import MemoryAgreement, OutOfMemoryElsewhere
 
@@ -271,7 +272,8 @@ def _attempt(
         reset_fsdp(model)
     peak = gauge.peak()
     model.zero_grad(set_to_none=True)
-    if fits and reason_against(config, model, world) is None:
+    parameters, one_node = sum(p.numel() for p in model.parameters()), world.size == world.local_size
+    if fits and reason_against(config, model.hybrid.platform, parameters, world.size, one_node) is None:
         replayed = replay_seconds(model, objective, batch, gauge.seconds, world.size)
         fits = replayed is not None or config.train.cuda_graphs != "on"
         seconds, peak = replayed or seconds, gauge.peak()

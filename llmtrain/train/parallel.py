@@ -34,7 +34,7 @@ from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
-from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
 from llmtrain.train.ranks.async_tensor import overlap_products
 from llmtrain.train.ranks.host_inputs import HostInputs
 

@@ -26,12 +26,11 @@ from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.step_times import StepTimes
 from llmtrain.train.callbacks.throughput import Throughput
-from llmtrain.train.checkpoints import Checkpoints, Uploads, set_weights
+from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
-from llmtrain.train.ranks.shared_folder import require_shared
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
@@ -143,7 +142,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             run_log.info(line)
     if resumed and (notice := extension_notice(config, resumed.require(), schedule, len(loader))):
         run_log.info(notice)
-    with checkpoints, contextlib.closing(trainer):
+    with checkpoints.uploads, checkpoints.saver, checkpoints.preemption, contextlib.closing(trainer):
         if trainer.state.timestamp.batch.value < schedule.total:
             trainer.fit()
         elif trainer.state.evaluators:

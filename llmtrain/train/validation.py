@@ -65,8 +65,7 @@ def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], 
         return []
     from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
     from llmtrain.eval.run_config import load_eval_run
-    from llmtrain.train.callbacks.evaluation import Evaluation
-    from llmtrain.train.report.kept_results import KeptResults
+    from llmtrain.train.callbacks.evaluation import Evaluation, KeptResults
 
     tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
     run = load_eval_run(icl.file, needs_models=False)

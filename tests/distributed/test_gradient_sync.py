@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.kernels import accumulate
 from llmtrain.schema.config import Config
-from llmtrain.train.graphs.gradient_sums import sum_by_our_kernel
+from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
 from llmtrain.train.step import GradientSync
 from tests.support import sharded
 from tests.support.tiny import tiny_config

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from llmtrain.objectives.base import Batch, Objective, compute_loss
+from llmtrain.plan import graph_gain
 from llmtrain.schema.config import Config
 from llmtrain.train import build, run
 from llmtrain.train.graphs import cuda_graphs
@@ -88,7 +89,7 @@ class WithoutGraphs(MicrobatchGraph):
 def trained(config: Config, graphs: bool, most: int = 8) -> tuple[int, list[tuple[int, str, float]]]:
     """A job: how many graphs there were, and what was logged. most: see WithoutGraphs."""
     WithoutGraphs.made, WithoutGraphs.most = 0, most
-    none = patch.object(cuda_graphs, "refusal", lambda *args: None)
+    none = patch.object(graph_gain, "refusal", lambda *args: None)
     with patch.object(cuda_graphs, "MicrobatchGraph", WithoutGraphs), none if graphs else contextlib.nullcontext():
         run.train(config)
     rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -142,7 +143,7 @@ def test_the_search_for_a_microbatch_makes_the_graphs_of_the_run(ranks, shards, 
 
 def searched(config: Config) -> tuple[int, Any]:
     """A job: `trained`, with a search as on a GPU."""
-    gains = patch.object(cuda_graphs, "gained_by_run", lambda *args: 1.0)
+    gains = patch.object(graph_gain, "gained_by_run", lambda *args: 1.0)
     gauged = patch.object(build, "choose_microbatch", partial(choose_microbatch, gauge=Gauge()))
     with gains, gauged:
         return trained(config, True, most=1)

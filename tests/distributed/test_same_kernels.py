@@ -13,7 +13,7 @@ from llmtrain.kernels.attention.measured import Row
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.backends import chosen
 from llmtrain.schema.load import load_config
-from llmtrain.train.ranks.same_kernels import require_same_kernels
+from llmtrain.train.build import require_same_kernels
 from tests.support.ranks import RankFailed
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from llmtrain.distributed.world import World
-from llmtrain.train.ranks.shared_folder import require_shared
+from llmtrain.train.checkpoints import require_shared
 from tests.support.ranks import RankFailed
 
 

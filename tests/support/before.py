@@ -1,11 +1,12 @@
-"""The runs of tests/data/before/runs.tar.xz: trained, continued, read, scored and exported by the llmtrain of commit c4da82d.
+"""The runs of tests/data/before: trained, continued, read, scored and exported by an earlier llmtrain, that of commit c4da82d
+(runs.tar.xz) or c36547c (muon.tar.xz).
 
-As a program it makes the archive anew, with the llmtrain that PYTHONPATH names (only its commands are used):
+As a program it makes an archive anew, with the llmtrain that PYTHONPATH names (only its commands are used):
 
     PYTHONPATH=OLD_CHECKOUT python tests/support/before.py tests/data/before/runs.tar.xz
 
-The archive holds a project folder: shards, a tokenizer, two tasks, and for each of two models NAME.yaml and NAME/, a run
-stopped at step 4 of 8 on 1 rank (zamba) or 2 (mpt); expected.json holds what that llmtrain makes of them.
+An archive holds a project folder: shards, a tokenizer, three tasks, and for each of its models NAME.yaml and NAME/, a run stopped
+at step 4 of 8 on as many ranks as RANKS says; expected.json holds what that llmtrain makes of them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 8
-RANKS = {"zamba": 1, "mpt": 2}
-"""Ranks that trained the first half."""
+UNPUBLISHED = ("hybrid",)
+"""Models of no class in transformers."""
+ARCHIVES = {"runs": {"zamba": 1, "mpt": 2}, "muon": {"hybrid": 2}}
+"""Models of each archive, with the ranks that trained the first half."""
+RANKS = {name: ranks for models in ARCHIVES.values() for name, ranks in models.items()}
 _SAVED = 4
 _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
 _SHARED: dict[str, Any] = {
@@ -77,7 +81,31 @@ _MODELS: dict[str, dict[str, Any]] = {
         },
         "layers": "attn*2",
     },
+    "hybrid": {
+        "vocab_size": 300,
+        "d_model": 32,
+        "max_seq_len": 32,
+        "tie_embeddings": False,
+        "blocks": {
+            "g": {"type": "gated_deltanet", "n_heads": 2, "key_head_dim": 8, "value_head_dim": 16},
+            "a": {
+                "type": "attention",
+                "n_heads": 2,
+                "n_kv_heads": 1,
+                "position": {"type": "rotary"},
+                "mlp": {"type": "swiglu", "d_ff": 64},
+            },
+        },
+        "layers": "g a g",
+    },
 }
+_MORE: dict[str, dict[str, Any]] = {
+    "hybrid": {
+        "train": _SHARED["train"] | {"ema": {"decay": 0.9}},
+        "optimizer": {"type": "muon", "lr": 3e-3, "groups": [{"match": "*.A_log", "lr_factor": 0.5}]},
+    }
+}
+"""Other settings than the shared ones."""
 
 
 def llmtrain(folder: Path, *arguments: str) -> str:
@@ -142,7 +170,7 @@ def exported(folder: Path, name: str, command: Command = llmtrain) -> dict[str, 
     }
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, models: dict[str, int]) -> None:
     """Fill a folder with the project, the runs of step 4 and expected.json."""
     rng = random.Random(0)
     words = lambda count: " ".join(rng.choice(_WORDS) for _ in range(count))  # noqa: E731
@@ -171,10 +199,9 @@ def make(folder: Path) -> None:
     (folder / "eval.yaml").write_text(json.dumps({"name": "before", "tasks": names, "cache": None}))
     (folder / "prompts.txt").write_text("the quick brown\nseven wizards\na\n")
     expected: dict[str, Any] = {}
-    for name, ranks in RANKS.items():
-        (folder / f"{name}.yaml").write_text(
-            json.dumps({"name": name, "run_dir": name, "model": _MODELS[name]} | _SHARED)
-        )
+    for name, ranks in models.items():
+        settings = {"name": name, "run_dir": name, "model": _MODELS[name]} | _SHARED | _MORE.get(name, {})
+        (folder / f"{name}.yaml").write_text(json.dumps(settings))
         llmtrain(folder, "train", f"{name}.yaml", "--nproc", str(ranks))
         whole = losses(folder / name)
         shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:08d}")
@@ -186,7 +213,7 @@ def make(folder: Path) -> None:
         expected[name] |= {
             "generated": generated(folder, name),
             "scored": scored(folder, name),
-            "exported": exported(folder, name),
+            "exported": exported(folder, name) if name not in UNPUBLISHED else {},
         }
     (folder / "expected.json").write_text(json.dumps(expected, indent=1))
 
@@ -194,20 +221,22 @@ def make(folder: Path) -> None:
 def main(out: str) -> None:
     """Write the archive."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        make(folder)
-        kept = ["shards", "prompts.txt", "eval.yaml", "expected.json", *RANKS, *(f"{name}.yaml" for name in RANKS)]
+        folder, models = Path(temporary), ARCHIVES[Path(out).name.partition(".")[0]]
+        make(folder, models)
+        kept = ["shards", "prompts.txt", "eval.yaml", "expected.json", *models, *(f"{name}.yaml" for name in models)]
         kept += [f"{task}{suffix}" for task in ("choice", "cloze", "text") for suffix in (".yaml", ".jsonl")]
         pack(folder, kept, out)
 
 
 def pack(folder: Path, names: list[str], out: str) -> None:
-    """Write files and folders of `folder`, without pictures and decompressed shards, as an archive."""
+    """Write files and folders of `folder`, without pictures and shards that are there compressed too, as an archive."""
+
+    def left_out(name: str) -> bool:
+        return name.endswith(".png") or (name.endswith(".mds") and any(folder.glob(f"{name}.*")))
+
     with tarfile.open(out, "w:xz", preset=9) as archive:
         for name in names:
-            archive.add(
-                folder / name, name, filter=lambda entry: None if entry.name.endswith((".png", ".mds")) else entry
-            )
+            archive.add(folder / name, name, filter=lambda entry: None if left_out(entry.name) else entry)
 
 
 if __name__ == "__main__":

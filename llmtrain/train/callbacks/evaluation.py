@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from llmtrain.checkpoint.local import folder_name
+from llmtrain.checkpoint.local import folder_name, step_of
+from llmtrain.config.held_folder import require_in_place
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.distributed.world import World
 from llmtrain.eval.errors import TaskFailed
@@ -20,7 +23,16 @@ from llmtrain.eval.failures import Failures, failed_tasks, failure_line
 from llmtrain.eval.prepare import prepare_steps
 from llmtrain.eval.prompts.requests import Request, responses_in_order
 from llmtrain.eval.report.gauntlet import load_gauntlet
-from llmtrain.eval.report.results import Report, Result, flat_estimate, flat_metrics, truncation_note
+from llmtrain.eval.report.results import (
+    DOCUMENTS,
+    RESULTS,
+    Report,
+    Result,
+    flat_estimate,
+    flat_metrics,
+    truncation_note,
+    write_results,
+)
 from llmtrain.eval.report.tracking import tables
 from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
 from llmtrain.eval.runner import gauntlet_scores_of, read_tasks
@@ -31,7 +43,36 @@ from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.train.report.kept_results import KeptResults
+
+
+class KeptResults:
+    """Folder of a run's evaluations, RUN/icl: for each a folder of results as `llmtrain eval` writes. keep_answers: number of
+    evaluations, the newest, whose documents are kept; None: all.
+
+    A step that is run again after a resume replaces its folder's files. Where nothing can be written (a full disk, say), a warning
+    says so and training goes on.
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], keep_answers: int | None):
+        self.root, self.settings, self.keep_answers = run_dir / "icl", settings, keep_answers
+
+    def write(self, step: int, report: Report) -> None:
+        folder = self.root / folder_name(step)
+        try:
+            require_in_place(folder)
+            write_results(report, folder, settings=self.settings, picture=False)
+            for old in self._older(step):
+                if (old / RESULTS).is_file():  # or it is none of ours
+                    shutil.rmtree(old / DOCUMENTS, ignore_errors=True)
+        except OSError as error:
+            run_log.warning(f"WARNING: {folder} cannot be written: {error}. Training goes on without it")
+
+    def _older(self, step: int) -> list[Path]:
+        """Folders whose documents are kept no longer. Those of later steps, of a run that was resumed before them, do not count."""
+        if self.keep_answers is None:
+            return []
+        done = sorted(folder for folder in self.root.glob("step-" + "[0-9]" * 8) if step_of(folder) <= step)
+        return done[: -self.keep_answers]
 
 
 @dataclass(frozen=True)

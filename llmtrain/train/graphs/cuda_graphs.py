@@ -24,15 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.distributed.world import World
 from llmtrain.errors import RunError, UserError
-from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.layer_part import step_sums
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch, Objective, compute_loss, loss_in
-from llmtrain.plan.graph_gain import gained_by_run
+from llmtrain.plan.graph_gain import reason_against
 from llmtrain.schema.config import Config
-from llmtrain.schema.training import TrainConfig
 from llmtrain.train.graphs.persistent_weights import PersistentUnshardedWeights
 from llmtrain.train.ranks.fsdp_reset import reset_fsdp
 
@@ -41,34 +39,11 @@ MEMORY_LEFT = 0.06
 validation and evaluation: memory of graphs serves nothing else."""
 
 
-def refusal(config: TrainConfig, world_size: int, platform: Platform, dropout: float) -> str | None:
-    """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
-    if platform.vendor == "cpu":
-        return "they need a GPU"
-    if reason := config.cuda_graphs_refusal(world_size, dropout):
-        return reason
-    if platform.vendor == "amd" and config.cuda_graphs == "auto":
-        return "they were not tried on AMD (train.cuda_graphs: on takes them)"
-    return None
-
-
-def reason_against(config: Config, model: CausalLM, world: World) -> str | None:
-    """Reason for which this run makes no graphs; None: it does, if it can. config: without `auto` microbatches."""
-    if config.train.cuda_graphs == "off":
-        return "train.cuda_graphs is off"
-    reason = refusal(config.train, world.size, model.hybrid.platform, model.config.dropout)
-    if reason is None and world.size > 1 and config.train.cuda_graphs == "auto":
-        parameters, one_node = sum(p.numel() for p in model.parameters()), world.size == world.local_size
-        if gained_by_run(config, parameters, world.size, one_node) <= 0:
-            return (
-                f"{world.size} ranks would exchange weights and gradients apart from microbatches that are few and long"
-            )
-    return reason
-
-
 def graphed_loss(config: Config, model: CausalLM, objective: Objective, world: World) -> GraphedLoss | None:
     """The loss by train.cuda_graphs, or None where there are no graphs. Raises UserError where they are asked for and cannot be."""
-    reason, setting = reason_against(config, model, world), config.train.cuda_graphs
+    parameters, one_node = sum(p.numel() for p in model.parameters()), world.size == world.local_size
+    reason = reason_against(config, model.hybrid.platform, parameters, world.size, one_node)
+    setting = config.train.cuda_graphs
     if reason is None:
         return GraphedLoss(model, objective, config.grad_accum(world.size), setting == "on", world.size)
     if setting == "on":

@@ -11,7 +11,6 @@ from torch import Tensor
 from llmtrain.models.parameters import Parameters
 from llmtrain.models.slices import local_of
 from llmtrain.schema.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
-from llmtrain.train.optimizers.closure import loss_of
 
 
 def build(config: AdamWConfig, groups: list[dict[str, Any]], parameters: Parameters) -> torch.optim.AdamW:
@@ -52,7 +51,7 @@ class AdamWBesideMatrices(ShardedAdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if group["params"][0] not in self.matrices]

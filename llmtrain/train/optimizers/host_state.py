@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.checkpoint.staging import PinnedBlocks
 from llmtrain.plan.memory import OFFLOADED_AT_ONCE
-from llmtrain.train.optimizers.closure import loss_of
 
 
 def keep_on_host(optimizer: torch.optim.Optimizer, at_once: int = OFFLOADED_AT_ONCE) -> None:
@@ -63,7 +62,7 @@ class HostState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = loss_of(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         self.copies.begin()
         try:

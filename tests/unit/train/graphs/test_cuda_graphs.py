@@ -17,9 +17,11 @@ from llmtrain.models.config import LossConfig
 from llmtrain.models.context import Context
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.next_token import NextToken
+from llmtrain.plan import graph_gain
+from llmtrain.plan.graph_gain import refusal
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.graphs import cuda_graphs
-from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss, refusal
+from llmtrain.train.graphs.cuda_graphs import GraphedLoss, MicrobatchGraph, NoGraph, graphed_loss
 from llmtrain.train.graphs.persistent_weights import PersistentUnshardedWeights
 
 NVIDIA = Platform("nvidia", "sm90", "H200", 140 << 30, 132)
@@ -72,7 +74,9 @@ class Model:
 
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
     model: Any = Model(platform)
-    config: Any = SimpleNamespace(train=train(**settings), grad_accum=lambda ranks: 2)
+    config: Any = SimpleNamespace(
+        train=train(**settings), model=SimpleNamespace(dropout=0.0), grad_accum=lambda ranks: 2
+    )
     return graphed_loss(config, model, NextToken(LossConfig()), World(0, ranks, 0, ranks))
 
 
@@ -92,7 +96,7 @@ def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(capl
 )
 def test_several_ranks_take_graphs_by_what_they_gain_or_where_asked_for(seconds, setting, taken, caplog, monkeypatch):
     caplog.set_level("INFO", "llmtrain.run")
-    monkeypatch.setattr(cuda_graphs, "gained_by_run", lambda *args: seconds)
+    monkeypatch.setattr(graph_gain, "gained_by_run", lambda *args: seconds)
     graphs = made(NVIDIA, 2, sharding=ONCE, cuda_graphs=setting)
     assert (graphs is not None) == taken
     assert len(caplog.messages) == (not taken)

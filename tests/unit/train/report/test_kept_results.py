@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmtrain.eval.report.document_scores import read_lines
 from llmtrain.eval.report.results import Report
-from llmtrain.train.report.kept_results import KeptResults
+from llmtrain.train.callbacks.evaluation import KeptResults
 from tests.support.results import choices, result
 
 
