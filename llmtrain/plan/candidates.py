@@ -145,7 +145,7 @@ def _auto_shardings(config: Config, world_size: int, local_size: int, microbatch
             strategies.insert(0, "hybrid")
         if world_size == 1:
             strategies = ["full"]
-        once_is_all = _per_rank(config, world_size) == microbatch
+        once_is_all = world_size > 1 and _per_rank(config, world_size) == microbatch
         for strategy in strategies:
             syncs = (False, True) if strategy != "full" and not once_is_all else (True,)
             if given.sync_every_microbatch is not None or world_size == 1:

@@ -69,10 +69,8 @@ def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
     g = torch.Generator("cuda").manual_seed(2)
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.01).long().cumsum(1) if packed else None
     monkeypatch.setattr(ContextParallelRanks, "gather", lambda self, own: own)
-    rule, kernel = (
-        SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cuda"), ids, 4),
-        build(with_transition(spec), platform.detect(), ""),
-    )
+    kernel = build(with_transition(spec), platform.detect(), "")
+    rule = SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cuda"), ids, 4, kernel)
     dy = torch.randn(tensors[2].shape, generator=g, device="cuda").bfloat16()
 
     def gradients(rule, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
@@ -80,7 +78,7 @@ def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
         y = rule(*leaves)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
-    found = gradients(lambda *t: rule.apply_rule(kernel, *t), tensors, dy)
+    found = gradients(lambda *t: rule.apply(None, *t), tensors, dy)
     reference = ReferenceGatedDelta(spec)
     whole = gradients(lambda *t: reference(*t, document_ids=ids)[0], [t.double() for t in tensors], dy.double())
     for name, one, value in zip(("y", "dq", "dk", "dv", "d_log_decay", "d_beta"), found, whole, strict=True):

@@ -96,12 +96,12 @@ def test_two_segments_are_the_whole_sequence(packed):
     """Those of a group of one rank, whose values are as many wider as a key has channels."""
     spec, seq_len = GatedDeltaSpec(4, 2, 20, 12, "float32"), 90
     tensors, ids = inputs(spec, 2, seq_len, 2.0), documents(2, seq_len) if packed else None
-    rule = SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cpu"), ids, conv_width=4)
+    rule = SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cpu"), ids, 4, TritonGatedDelta(SMALL))
     if packed:
         assert rule.continues is not None and rule.continues[:, 1].any()
 
     def kernel(q, k, v, decay, beta, initial, ids):
-        return rule.apply_rule(TritonGatedDelta(SMALL), q, k, v, decay, beta)
+        return rule.apply(None, q, k, v, decay, beta)
 
     def whole(*given):
         return ReferenceGatedDelta(spec)(*given)[0]

@@ -17,8 +17,8 @@ from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layers import Linear
-from llmtrain.models.mixers.base import Mixer
-from llmtrain.models.mixers.mamba2 import CausalConv1d
+from llmtrain.models.mixers.base import Mixer, MixerContext
+from llmtrain.models.mixers.convolution import CausalConv1d
 from llmtrain.models.sections.block import BlockSection
 from tests.support.models import ATTENTION, ROTARY, SWIGLU, VOCAB
 
@@ -55,9 +55,9 @@ class GatedConv(Mixer):
         self.conv = CausalConv1d(spec, bias=True, platform=platform)
         self.out_proj = Linear(config.d_model, config.d_model, residual=True)
 
-    def forward(self, x: Tensor, context: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, context: MixerContext) -> Tensor:
         a, b = self.in_proj(x).chunk(2, dim=-1)
-        return self.out_proj(self.conv(a, context) * b)
+        return self.out_proj(context.convolve(self.conv, a) * b)
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.in_proj.flops(seq_len) + self.conv.flops(seq_len) + self.out_proj.flops(seq_len)

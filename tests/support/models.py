@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import torch
 
+from llmtrain.config.schema_tree import sections_by_type
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import Block, ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.sections.layers import NormBackend
 
@@ -98,8 +99,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "layers": "m s+m m (s+m)*2",
     },
 }
-PACKABLE = [name for name in MODELS if "window" not in name and "deltanet" not in name]
-"""Models without windows and Gated DeltaNet, which score requests that share a prefix."""
 
 
 def build(
@@ -133,4 +132,19 @@ def build(
 def _with_backend(block: dict[str, Any], backend: str) -> dict[str, Any]:
     if "mixers" in block:
         return block | {"mixers": [_with_backend(part, backend) for part in block["mixers"]]}
-    return block | {"backend": backend}
+    has_backends = "backend" in sections_by_type(Block)[block["type"]].model_fields
+    return block | {"backend": backend} if has_backends else block
+
+
+def _packable(name: str) -> bool:
+    """True where no layer has anything against reading requests that share a prefix, on an NVIDIA GPU."""
+    settings = {"vocab_size": VOCAB, "d_model": 32, **MODELS[name]}
+    with torch.device("meta"):
+        model = HybridLM(
+            ModelConfig.model_validate_json(json.dumps(settings)), Platform("nvidia", "sm90", "", 1 << 30, 1)
+        )
+    return model.prefix_refusal() is None
+
+
+PACKABLE = [name for name in MODELS if _packable(name)]
+"""Models that score requests that share a prefix."""

@@ -175,7 +175,7 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     ones = torch.ones_like(x)
 
     def layer(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-        return context.scan(kernel, spec, x, dt, A, B, C, D, dt_bias)
+        return context.apply(kernel, x, dt, A, B, C, D, dt_bias)
 
     if device.type == "cuda":
         layer = torch.compile(layer, fullgraph=True, dynamic=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -44,6 +45,39 @@ class MixerCache(ABC):
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
+class MixerContext(ABC):
+    """How a recurrent mixer reads its tokens: as whole sequences, on from a cache, as segments that ranks share, as requests that
+    share a prefix. `forward` asks for no kind: it convolves and applies its kernel by the context."""
+
+    @abstractmethod
+    def convolve(self, conv: Any, x: Tensor) -> Tensor:
+        """Apply a CausalConv1d. x: [batch, T, channels] -> like x."""
+
+    @abstractmethod
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
+        """Apply a recurrence, given by the kernel for whole sequences and its tensors -> its output for each token."""
+
+    def fused(self, mixer: Any, *tensors: Any) -> Tensor | None:
+        """Apply the mixer's kernel for convolution and recurrence at once. None: it has none for this context."""
+        return None
+
+
+@dataclass(frozen=True)
+class WholeSequences(MixerContext):
+    """document_ids: [batch, T] of a packed batch, integers that never fall; None: one document per sequence."""
+
+    document_ids: Tensor | None = None
+
+    def convolve(self, conv: Any, x: Tensor) -> Tensor:
+        return conv(x, self.document_ids)
+
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
+        return kernel(*tensors, document_ids=self.document_ids)[0]
+
+    def fused(self, mixer: Any, *tensors: Any) -> Tensor | None:
+        return mixer.fused(*tensors, document_ids=self.document_ids)
+
+
 class Mixer(LayerPart):
     """x: [batch, T, d_model] -> [batch, T, d_model], causal: a token depends on itself and those before it.
 
@@ -71,9 +105,9 @@ class Mixer(LayerPart):
         """The context of whole sequences: what depends on shape, device and documents alone (masks, rotary tables).
 
         Made outside the compiled graph. document_ids: [batch, T], integers that never fall; tokens with different ones do
-        not see each other. None: one document per sequence. Default: document_ids themselves.
+        not see each other. None: one document per sequence. Default: a MixerContext.
         """
-        return document_ids
+        return WholeSequences(document_ids)
 
     def enable_segments(self) -> None:
         """Choose what `segment_context` needs beyond the constructor's choice. Called before training, if ranks share sequences.

@@ -3,6 +3,7 @@ norm each head by a gate, project back."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, inverse_softplus_of_log_uniform, log_of_uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear
-from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.base import Mixer, MixerContext
+from llmtrain.models.mixers.convolution import CachedConvolution, CausalConv1d, ConvolutionCache
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
-from llmtrain.models.mixers.mamba2 import CausalConv1d
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
 from llmtrain.models.segments import ContextParallelRanks
@@ -126,20 +127,13 @@ class GatedDeltaNet(Mixer):
         self.widths = [sum(self.conv_widths), of_values, n_heads, n_heads]
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> GatedDeltaNetCache:
-        spec, conv = self.spec, self.conv.spec
-        dtype = getattr(torch, spec.dtype)
-        state = (batch, spec.n_heads, spec.key_head_dim, spec.value_head_dim)
-        return GatedDeltaNetCache(
-            self,
-            # Channels side by side in memory, as the step kernel likes them.
-            torch.zeros(batch, conv.width - 1, conv.channels, dtype=dtype, device=device).transpose(1, 2),
-            torch.zeros(state, dtype=torch.promote_types(dtype, torch.float32), device=device),
-            registry.resolve("conv1d_step", "auto", conv, self.platform).build(conv, self.platform),
-        )
+        spec, wide = self.spec, torch.promote_types(getattr(torch, self.spec.dtype), torch.float32)
+        shape = (batch, spec.n_heads, spec.key_head_dim, spec.value_head_dim)
+        return GatedDeltaNetCache.of(self.conv, batch, device, torch.zeros(shape, dtype=wide, device=device))
 
     @property
-    def context_key(self) -> tuple[type, int]:
-        return type(self), self.conv.spec.width
+    def context_key(self) -> Hashable:
+        return self.conv.spec.width, self.spec
 
     def enable_segments(self) -> None:
         """A second kernel: each segment is a sequence of its own, with values beside which its transition is computed."""
@@ -150,18 +144,12 @@ class GatedDeltaNet(Mixer):
     def segment_context(
         self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> SegmentRule:
-        return SegmentRule.of(segments, seq_len, device, document_ids, self.conv.spec.width)
+        return SegmentRule.of(segments, seq_len, device, document_ids, self.conv.spec.width, self.segment_kernel)
 
-    def forward(self, x: Tensor, context: CachedGatedDeltaNet | SegmentRule | Tensor | None = None) -> Tensor:
-        """context: a cache to read on from; segments of sequences that ranks share; or the document ids of a packed batch,
-        [batch, T]."""
-        other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+    def forward(self, x: Tensor, context: MixerContext) -> Tensor:
         x = x if self.ranks is None else self.ranks.enter(x)
         qkv, z, b, a = self.in_proj(x).split(self.widths, dim=-1)
-        if isinstance(other, SegmentRule):
-            qkv = other.convolve(self.conv, self.conv.spec.width, qkv)
-        else:
-            qkv = self.conv(qkv, ids) if other is None else other.convolve(qkv)
+        qkv = context.convolve(self.conv, qkv)
         q, k, v = qkv.split(self.conv_widths, dim=-1)
         q, k = (t.unflatten(-1, (-1, self.spec.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.spec.value_head_dim))
@@ -170,12 +158,7 @@ class GatedDeltaNet(Mixer):
         beta = self.beta_scale * b.to(wide).sigmoid()
         A_log, dt_bias = self.decay.A_log.to(wide), self.decay.dt_bias.to(wide)
         log_decay = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
-        if isinstance(other, SegmentRule):
-            y = other.apply_rule(self.segment_kernel, q, k, v, log_decay, beta)
-        elif other is not None:
-            y = other.apply_rule(q, k, v, log_decay, beta)
-        else:
-            y = self.kernel(q, k, v, log_decay, beta, document_ids=ids)[0]
+        y = context.apply(self.kernel, q, k, v, log_decay, beta)
         return self.out_proj(self.norm(y.flatten(-2), z))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
@@ -198,42 +181,24 @@ def _unit_length(t: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @dataclass
-class GatedDeltaNetCache(MixerCache):
-    """The convolution's last inputs [batch, channels, d_conv - 1] and the state [batch, heads, key_head_dim,
-    value_head_dim]."""
+class GatedDeltaNetCache(ConvolutionCache):
+    """The state [batch, heads, key_head_dim, value_head_dim] beside the convolution's last inputs."""
 
-    mixer: GatedDeltaNet
-    window: Tensor
     state: Tensor
-    conv_step: Any
-
-    def rows(self, rows: slice) -> GatedDeltaNetCache:
-        return replace(self, window=self.window[rows], state=self.state[rows])
-
-    def take(self, rows: Tensor, capacity: int) -> GatedDeltaNetCache:
-        return replace(self, window=self.window[rows], state=self.state[rows])
 
     def context(self, span: Span) -> CachedGatedDeltaNet:
         return CachedGatedDeltaNet(self, span)
 
 
-@dataclass
-class CachedGatedDeltaNet:
+class CachedGatedDeltaNet(CachedConvolution):
     """A Gated DeltaNet layer's context when it reads on from a cache, into it."""
 
-    cache: GatedDeltaNetCache
-    span: Span
-
-    def convolve(self, x: Tensor) -> Tensor:
-        """x: [batch, T, channels] -> like x."""
-        return self.cache.mixer.conv.read_on(x, self.cache.window, self.cache.conv_step, self.span)
-
-    def apply_rule(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
         """The arguments of the gated_delta kernel -> y, [batch, T, heads, value_head_dim]."""
-        state = self.cache.state
+        (q, k, v, log_decay, beta), state = tensors, self.cache.state
         if v.shape[1] == 1:
-            return gated_delta_step(*(t[:, 0] for t in (q, k, v, log_decay, beta)), state=state)[:, None]
+            return gated_delta_step(*(t[:, 0] for t in tensors), state=state)[:, None]
         # Values of zero leave a state of zeros as it is: padding leaves no trace.
-        y, final = self.cache.mixer.kernel(q, k, self.span.without_padding(v), log_decay, beta, state)
+        y, final = kernel(q, k, self.span.without_padding(v), log_decay, beta, state)
         state.copy_(final)
         return y

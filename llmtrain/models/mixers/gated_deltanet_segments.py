@@ -10,8 +10,8 @@ to the ranks that own the segments, and there enter the rule's backward pass as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ class SegmentRule(SegmentConvolution):
 
     own: Tensor
     continues: Tensor | None = None
+    kernel: Any = None
 
     @classmethod
     def of(
@@ -46,27 +47,26 @@ class SegmentRule(SegmentConvolution):
         device: torch.device,
         document_ids: Tensor | None,
         conv_width: int,
+        kernel: Any = None,
     ) -> SegmentRule:
-        """The arguments of SegmentConvolution.documents."""
+        """The arguments of SegmentConvolution.documents, and the kernel of `with_transition`."""
         ids, conv_ids = cls.documents(segments, seq_len, document_ids, conv_width)
         own, continues = torch.tensor(segments.own, device=device), None
         if document_ids is not None:
             length = seq_len // segments.count
             continues = F.pad(document_ids[:, length::length] == document_ids[:, length - 1 : -1 : length], (1, 0))
-        return cls(segments, ids, conv_ids, own, continues)
+        return cls(segments, ids, conv_ids, own, continues, kernel)
 
-    def apply_rule(
-        self, kernel: Callable[..., tuple[Tensor, Tensor]],
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Apply the rule of `with_transition` to the arguments of the layer's own, of 2 * n local tokens;
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
+        """Apply the rule of `with_transition`, by its own kernel, to the arguments of the layer's, of 2 * n local tokens;
         v: [batch, 2 * n, heads, value_head_dim] -> like v."""
+        q, k, v, log_decay, beta = tensors
         values, keys = v.shape[-1], k.shape[-1]
         q, k, v, log_decay, beta = (self.segments.fold(t) for t in (q, k, v, log_decay, beta))
         wide = torch.promote_types(v.dtype, torch.float32)
         identity = F.pad(torch.eye(keys, dtype=wide, device=v.device), (values, 0))
         initial = identity.expand(v.shape[0], v.shape[2], -1, -1)
-        y, last = kernel(q, k, F.pad(v, (0, keys)), log_decay, beta, initial, document_ids=self.ids)
+        y, last = self.kernel(q, k, F.pad(v, (0, keys)), log_decay, beta, initial, document_ids=self.ids)
         y, reads = y.split([values, keys], dim=-1)
         before = self._states_before(last, values).to(v.dtype)
         y = y + (reads.transpose(1, 2) @ before).transpose(1, 2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,9 +22,10 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.prefix_tree import scan_schedule
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops, Work
-from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform, uniform
+from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform, log_of_uniform
 from llmtrain.models.layers import GatedRMSNorm, Linear, SiluGate, multiplied
-from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.mixers.base import Mixer, MixerContext
+from llmtrain.models.mixers.convolution import CachedConvolution, CausalConv1d, ConvolutionCache
 from llmtrain.models.mixers.mamba2_segments import SegmentScan
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.mamba2 import Mamba2Block
@@ -54,54 +54,6 @@ class SSMParameters(nn.Module):
             "D": constant(1.0),
             "dt_bias": inverse_softplus_of_log_uniform(self.block.dt_min, self.block.dt_max),
         }
-
-
-class CausalConv1d(nn.Module):
-    """Depthwise causal convolution and SiLU. x: [batch, T, channels] -> like x."""
-
-    def __init__(self, spec: Conv1dSpec, bias: bool, platform: Platform, backend: str = "auto"):
-        super().__init__()
-        self.platform, self.backend_name = platform, backend
-        self._choose(spec)
-        self.weight = nn.Parameter(torch.empty(spec.channels, spec.width))
-        self.bias = nn.Parameter(torch.empty(spec.channels)) if bias else None
-
-    def _choose(self, spec: Conv1dSpec) -> None:
-        self.spec = spec
-        self.backend = registry.resolve_beside("conv1d", self.backend_name, spec, self.platform)
-        self.kernel = self.backend.build(spec, self.platform)
-
-    def split(self, ranks: TensorRanks, parts: Sequence[Part]) -> None:
-        """Read this rank's part of the channels."""
-        slices = ranks.slices(0, parts)
-        for name, _ in list(self.named_parameters()):
-            shard_parameter(self, name, slices)
-        self._choose(replace(self.spec, channels=slices.length))
-
-    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
-        # What nn.Conv1d does for a fan-in of `width`.
-        bound = 1 / math.sqrt(self.spec.width)
-        rule = uniform(-bound, bound)
-        return {"weight": rule} | ({} if self.bias is None else {"bias": rule})
-
-    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        return self.kernel(x, self.weight, self.bias, document_ids)
-
-    def read_on(self, x: Tensor, window: Tensor, step: Any, span: Span) -> Tensor:
-        """Convolve tokens behind those that `window` holds, [batch, channels, width - 1], which then holds the last of x.
-
-        step: the conv1d_step kernel, for a single token.
-        """
-        if x.shape[1] == 1:
-            return step(x[:, 0], window, self.weight, self.bias)[:, None]
-        before = window.shape[2]
-        x = torch.cat((window.transpose(1, 2), span.without_padding(x)), dim=1)
-        if before:
-            window.copy_(x[:, -before:].transpose(1, 2))
-        return self(x)[:, before:]
-
-    def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        return Flops.with_weight(Work(convolution=self.spec.flops(seq_len)), self.weight.requires_grad)
 
 
 class Mamba2(Mixer):
@@ -159,21 +111,15 @@ class Mamba2(Mixer):
         self._choose(MambaMixerSpec(self.conv.spec, replace(spec, n_heads=n_heads, n_groups=n_groups), gated))
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> Mamba2Cache:
-        spec, conv, platform = self.spec, self.conv.spec, self.platform
-        dtype = getattr(torch, spec.dtype)
-        state = torch.promote_types(dtype, torch.float32)
-        return Mamba2Cache(
-            self,
-            # Channels side by side in memory, as the step kernel likes them.
-            torch.zeros(batch, conv.width - 1, conv.channels, dtype=dtype, device=device).transpose(1, 2),
-            torch.zeros(batch, spec.n_heads, spec.head_dim, spec.d_state, dtype=state, device=device),
-            registry.resolve("conv1d_step", "auto", conv, platform).build(conv, platform),
-            registry.resolve("ssd_step", "auto", spec, platform).build(spec, platform),
-        )
+        spec, platform = self.spec, self.platform
+        wide = torch.promote_types(getattr(torch, spec.dtype), torch.float32)
+        state = torch.zeros(batch, spec.n_heads, spec.head_dim, spec.d_state, dtype=wide, device=device)
+        step = registry.resolve("ssd_step", "auto", spec, platform).build(spec, platform)
+        return Mamba2Cache.of(self.conv, batch, device, state, step)
 
     @property
-    def context_key(self) -> int:
-        return self.conv.spec.width
+    def context_key(self) -> Hashable:
+        return self.conv.spec.width, self.spec.dt_limit
 
     def enable_segments(self) -> None:
         if self.fused is not None:
@@ -184,7 +130,7 @@ class Mamba2(Mixer):
     def segment_context(
         self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
     ) -> SegmentScan:
-        return SegmentScan.of(segments, seq_len, device, document_ids, self.conv.spec.width)
+        return SegmentScan.of(segments, seq_len, device, document_ids, self.conv.spec.width, self.spec.dt_limit)
 
     def prefix_refusal(self) -> str | None:
         return registry.refusal("ssd", "triton", self.spec, self.platform)
@@ -192,39 +138,18 @@ class Mamba2(Mixer):
     def prefix_context(self, tree: PrefixTree) -> PrefixMamba2:
         return PrefixMamba2(self, tree)
 
-    def forward(self, x: Tensor, context: CachedMamba2 | PrefixMamba2 | SegmentScan | Tensor | None = None) -> Tensor:
-        """context: a cache to read on from; a prefix tree; segments of sequences that ranks share; or the document ids of a
-        packed batch, [batch, T]."""
-        other, ids = (None, context) if context is None or isinstance(context, Tensor) else (context, None)
+    def forward(self, x: Tensor, context: MixerContext) -> Tensor:
         x = x if self.ranks is None else self.ranks.enter(x)
-        zxbcdt, ssm = self._project(x), self.ssm
+        zxbcdt, conv, ssm, y = self._project(x), self.conv, self.ssm, None
         A = -torch.exp(ssm.A_log.to(torch.promote_types(ssm.A_log.dtype, torch.float32)))
-
-        def convolve(xBC: Tensor) -> Tensor:
-            if isinstance(other, SegmentScan):
-                return other.convolve(self.conv, self.conv.spec.width, xBC)
-            return self.conv(xBC, ids) if other is None else other.convolve(xBC)
+        if self.fused is not None:
+            y = context.fused(self, zxbcdt, conv.weight, conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight)
 
         def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            if isinstance(other, SegmentScan):
-                return other.scan(self.kernel, self.spec, x, dt, A, B, C, ssm.D, ssm.dt_bias)
-            if other is not None:
-                return other.scan(x, dt, A, B, C)
-            return self.kernel(x, dt, A, B, C, ssm.D, ssm.dt_bias, document_ids=ids)[0]
+            return context.apply(self.kernel, x, dt, A, B, C, ssm.D, ssm.dt_bias)
 
-        def parameters() -> Any:
-            return self.conv.weight, self.conv.bias, A, ssm.D, ssm.dt_bias, self.norm.weight
-
-        if self.fused is not None and other is None:
-            y = self.fused(zxbcdt, *parameters(), document_ids=ids)
-        elif (
-            self.fused_segments is not None
-            and isinstance(other, SegmentScan)
-            and other.reaches_one(zxbcdt.shape[1], self.conv.spec.width)
-        ):
-            y = self.fused_segments(other, zxbcdt, *parameters())
-        else:
-            y = compose(self.whole, zxbcdt, convolve, scan, self.norm)
+        if y is None:
+            y = compose(self.whole, zxbcdt, partial(context.convolve, conv), scan, self.norm)
         return self.out_proj(y)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -242,59 +167,41 @@ class Mamba2(Mixer):
 
 
 @dataclass
-class Mamba2Cache(MixerCache):
-    """The convolution's last inputs [batch, channels, d_conv - 1] and the state [batch, heads, head_dim, d_state]."""
+class Mamba2Cache(ConvolutionCache):
+    """The state [batch, heads, head_dim, d_state] beside the convolution's last inputs. ssd_step: the kernel of that name."""
 
-    mixer: Mamba2
-    window: Tensor
     state: Tensor
-    conv_step: Any
     ssd_step: Any
-
-    def rows(self, rows: slice) -> Mamba2Cache:
-        return replace(self, window=self.window[rows], state=self.state[rows])
-
-    def take(self, rows: Tensor, capacity: int) -> Mamba2Cache:
-        return replace(self, window=self.window[rows], state=self.state[rows])
 
     def context(self, span: Span) -> CachedMamba2:
         return CachedMamba2(self, span)
 
 
-@dataclass
-class CachedMamba2:
+class CachedMamba2(CachedConvolution):
     """A Mamba-2 layer's context when it reads on from a cache, into it."""
 
-    cache: Mamba2Cache
-    span: Span
-
-    def convolve(self, x: Tensor) -> Tensor:
-        """x: [batch, T, channels] -> like x."""
-        return self.cache.mixer.conv.read_on(x, self.cache.window, self.cache.conv_step, self.span)
-
-    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
         """Scan with the arguments of the ssd kernel; x: [batch, T, heads, head_dim] -> like x."""
-        cache, ssm = self.cache, self.cache.mixer.ssm
+        (x, dt, A, B, C, D, dt_bias), state = tensors, self.cache.state
         if x.shape[1] == 1:
-            return cache.ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], ssm.D, ssm.dt_bias, cache.state)[:, None]
+            return self.cache.ssd_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D, dt_bias, state)[:, None]
         # Zeros add nothing to a state of zeros, whatever their time step: padding leaves no trace.
-        y, final = cache.mixer.kernel(self.span.without_padding(x), dt, A, B, C, ssm.D, ssm.dt_bias, cache.state)
-        cache.state.copy_(final)
+        y, final = kernel(self.span.without_padding(x), dt, A, B, C, D, dt_bias, state)
+        state.copy_(final)
         return y
 
 
 @dataclass(frozen=True)
-class PrefixMamba2:
+class PrefixMamba2(MixerContext):
     """A Mamba-2 layer's context when it reads packed requests that share a prefix. Without gradients."""
 
     mixer: Mamba2
     tree: PrefixTree
 
-    def convolve(self, x: Tensor) -> Tensor:
-        """x: [1, T, channels] -> like x."""
+    def convolve(self, conv: CausalConv1d, x: Tensor) -> Tensor:
         from llmtrain.kernels.conv1d.prefix_tree_triton import prefix_tree_conv
 
-        conv, tree = self.mixer.conv, self.tree
+        tree = self.tree
         reach = conv.spec.width - 1
 
         def before() -> Tensor:
@@ -304,13 +211,14 @@ class PrefixMamba2:
             x, conv.weight, conv.bias, tree.cached(("predecessors", reach), before), self.mixer.platform.vendor
         )
 
-    def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
         """Scan with the arguments of the ssd kernel; x: [1, T, heads, head_dim] -> like x."""
         from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 
+        x, dt, A, B, C, D, dt_bias = tensors
         mixer, tree = self.mixer, self.tree
         chunk = launch_for(mixer.spec, mixer.platform).chunk_size
         made = tree.cached(
             ("scan_schedule", chunk), lambda: scan_schedule(tree.lengths, tree.ancestors, chunk).to(x.device)
         )
-        return prefix_tree_scan(x, dt, A, B, C, mixer.ssm.D, mixer.ssm.dt_bias, made, mixer.spec, mixer.platform)
+        return prefix_tree_scan(x, dt, A, B, C, D, dt_bias, made, mixer.spec, mixer.platform)

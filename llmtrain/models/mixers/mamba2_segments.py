@@ -10,14 +10,13 @@ kernels, mamba2_fused_segments.py takes the place of all three.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.models.mixers.segment_convolution import SegmentConvolution
 from llmtrain.models.segments import ContextParallelRanks
 
@@ -37,6 +36,7 @@ class SegmentScan(SegmentConvolution):
     reads: Tensor
     between: Tensor
     begun_before: Tensor | None = None
+    dt_limit: tuple[float, float | None] | None = None
 
     @classmethod
     def of(
@@ -46,33 +46,37 @@ class SegmentScan(SegmentConvolution):
         device: torch.device,
         document_ids: Tensor | None,
         conv_width: int,
+        dt_limit: tuple[float, float | None] | None = None,
     ) -> SegmentScan:
-        """The arguments of SegmentConvolution.documents."""
+        """The arguments of SegmentConvolution.documents, and SSDSpec.dt_limit."""
         places = torch.tensor(segments.slots, device=device)
         earlier = places < places[:, None]
         between = earlier.T[None] & earlier[:, None, :]
         ids, conv_ids = cls.documents(segments, seq_len, document_ids, conv_width)
         if document_ids is None or ids is None:
-            return cls(segments, ids, conv_ids, earlier[None], between)
+            return cls(segments, ids, conv_ids, earlier[None], between, dt_limit=dt_limit)
         length = seq_len // segments.count
         first, last = document_ids[:, ::length], document_ids[:, length - 1 :: length]  # of the segments
         before = F.pad(last, (1, 0), value=-1)[:, places]  # just before them
         goes_on = before == first[:, places]
         reads = earlier & goes_on[:, :, None] & (before[:, :, None] == last[:, None, places])
         begun_before = ids == before[:, segments.own_slots].reshape(-1, 1)
-        return cls(segments, ids, conv_ids, reads, between, begun_before)
+        return cls(segments, ids, conv_ids, reads, between, begun_before, dt_limit)
 
-    def scan(
-        self, kernel: Callable[..., tuple[Tensor, Tensor]], spec: SSDSpec,
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
-    ) -> Tensor:  # fmt: skip
+    def fused(self, mixer: Any, *tensors: Any) -> Tensor | None:
+        if mixer.fused_segments is None or not self.reaches_one(tensors[0].shape[1], mixer.conv.spec.width):
+            return None
+        return mixer.fused_segments(self, *tensors)
+
+    def apply(self, kernel: Any, *tensors: Tensor) -> Tensor:
         """Scan with the arguments of the ssd kernel, of 2 * n local tokens; x: [batch, 2 * n, heads, head_dim] -> like x."""
+        x, dt, A, B, C, D, dt_bias = tensors
         x, dt, B, C = (self.segments.fold(t) for t in (x, dt, B, C))
         y, added = kernel(x, dt, A, B, C, D, dt_bias, document_ids=self.ids)
-        log_decay = _log_decay(spec, dt, A, dt_bias, x.dtype)
+        log_decay = _log_decay(self.dt_limit, dt, A, dt_bias, x.dtype)
         before = self._states_before(added, log_decay[:, -1])
         # y_t += exp(log_decay_t) C_t . before, where the document of t began before the segment.
-        grouped = before.to(x.dtype).unflatten(1, (spec.n_groups, -1)).flatten(2, 3)
+        grouped = before.to(x.dtype).unflatten(1, (C.shape[2], -1)).flatten(2, 3)
         carried = (C.transpose(1, 2) @ grouped.transpose(-1, -2)).transpose(1, 2)  # [rows, n, groups, heads * head_dim]
         decay = log_decay.exp()
         if self.begun_before is not None:
@@ -104,15 +108,17 @@ def entering(log_decay: Tensor, reads: Tensor, between: Tensor) -> Tensor:
     return log_between.masked_fill(~reads[:, None], float("-inf")).exp()
 
 
-def _log_decay(spec: SSDSpec, dt: Tensor, A: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
+def _log_decay(
+    dt_limit: tuple[float, float | None] | None, dt: Tensor, A: Tensor, dt_bias: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Log of the decay from each row's start up to and including each token, [rows, n, heads] in fp32 or wider.
 
     dt, A, dt_bias: as the kernel's. dtype: of its activations.
     """
     wide = torch.promote_types(dtype, torch.float32)
     dt = F.softplus(dt.to(wide) + dt_bias.to(wide))
-    if spec.dt_limit is not None:
-        dt = dt.clamp(*spec.dt_limit)
+    if dt_limit is not None:
+        dt = dt.clamp(*dt_limit)
     return running_sum(dt * A.to(wide))
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.models.mixers.base import MixerContext
 from llmtrain.models.segments import ContextParallelRanks
 
 
 @dataclass(frozen=True)
-class SegmentConvolution:
+class SegmentConvolution(MixerContext):
     """A convolution's context for this rank's segments; the base of a recurrence's.
 
     Of packed batches, else None: ids: [batch * 2, n], own tokens' documents; conv_ids: the same with those before a segment
@@ -42,9 +43,9 @@ class SegmentConvolution:
         """True if the convolution sees tokens of no more than one segment before each of two that hold `tokens` together."""
         return tokens // 2 >= width - 1
 
-    def convolve(self, conv: Callable[[Tensor, Tensor | None], Tensor], width: int, x: Tensor) -> Tensor:
+    def convolve(self, conv: Any, x: Tensor) -> Tensor:
         """Causal convolution, which sees the width - 1 tokens before each segment. x: [batch, 2 * n, channels] -> like x."""
-        reach, length = width - 1, x.shape[1] // 2
+        reach, length = conv.spec.width - 1, x.shape[1] // 2
         rows = self.segments.with_before(x, reach)
         padded = [F.pad(row, (0, 0, reach + length - row.shape[1], 0)) for row in rows]
         y = conv(torch.stack(padded, dim=1).flatten(0, 1), self.conv_ids)
