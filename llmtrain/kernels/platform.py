@@ -70,7 +70,7 @@ class Platform:
 _NAMED = {
     "sm80": "A100",
     "sm86": "A10G",
-    "sm89": "L4 L40S",
+    "sm89": "L4 L40 L40S",
     "sm90": "H100 H200 H20",
     "sm100": "B200 GB200",
     "sm103": "B300 GB300",

@@ -201,21 +201,25 @@ def _read(file: Path) -> Any:
     raise UserError(f"cannot read the tuning table {file}: {reason}")
 
 
+class TableTooLargeError(ValueError):
+    """A table beyond MAX_BYTES, MAX_VALUES or MAX_DEPTH."""
+
+
 def read_bounded(file: Path) -> bytes:
-    """The content of a file of at most MAX_BYTES. Raises ValueError for a longer one, and OSError also for what is no regular
+    """The content of a file of at most MAX_BYTES. Raises TableTooLargeError for a longer one, OSError also for what is no regular
     file."""
     from llmtrain.config.regular_file import open_regular
 
     with open_regular(file) as opened:
         encoded = opened.read(MAX_BYTES + 1)
     if len(encoded) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES:,} bytes")
+        raise TableTooLargeError(f"longer than {MAX_BYTES:,} bytes")
     return encoded
 
 
 def _check_extent(events: Iterable[Any]) -> None:
     """Check what a YAML text stands for, before any of it is built: libyaml nests calls as the text nests values. Raises
-    ValueError."""
+    TableTooLargeError."""
     from yaml import events as kinds
 
     values, anchored, within = 0, dict[str, int](), list[tuple[str | None, int]]()
@@ -236,7 +240,7 @@ def _check_extent(events: Iterable[Any]) -> None:
                 if len(within) > MAX_DEPTH
                 else f"{MAX_VALUES:,} values"
             )
-            raise ValueError(f"line {line}: more than {most}, aliases (*) included")
+            raise TableTooLargeError(f"line {line}: more than {most}, aliases (*) included")
 
 
 def _explain(content: dict[str, Any], error: Any) -> str:

@@ -22,7 +22,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model computed of a batch. hidden: [batch, T, d_model], after the final norm. head: weight [vocab_size, d_model], or
+    """Results of a model for a batch. hidden: [batch, T, d_model], after the final norm. head: weight [vocab_size, d_model], or
     this rank's part of it."""
 
     model: CausalLM

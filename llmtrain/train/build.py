@@ -1,4 +1,4 @@
-"""What a rank trains: its part of the model, what `auto` stands for, the optimizer and CUDA graphs, from the config."""
+"""Everything that a rank trains: its part of the model, what `auto` stands for, the optimizer and CUDA graphs, from the config."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Training:
 
     @property
     def parts(self) -> list[save_load.Part]:
-        """What checkpoints hold beside weights and optimizer."""
+        """Parts that checkpoints hold beside weights and optimizer."""
         return [part for part in (self.spikes, self.average) if part is not None]
 
     def step(self, group: dist.ProcessGroup) -> Step:

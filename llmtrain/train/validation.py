@@ -1,4 +1,4 @@
-"""What a run measures beside its training loss: validation, as a whole and by stream, and tasks of eval.icl."""
+"""Measurements of a run beside its training loss: validation, as a whole and by stream, and tasks of eval.icl."""
 
 from __future__ import annotations
 

@@ -142,13 +142,13 @@ def assert_scans_agree(ours: dict[str, Tensor], exact: dict[str, Tensor], limit:
 
 
 def assert_as_exact(names: Sequence[str], ours: Sequence[float], theirs: Sequence[float]) -> None:
-    """Errors at most 1.1 times those of the reference in the same dtype. A number per head is a sum over all tokens, whose terms
-    cancel: its error is left to chance. Otherwise 7e-4 is the rounding of bf16 itself, which no kernel can go below: 2^-9, a
-    third of it on average."""
+    """Errors at most 1.1 times those of the reference in the same dtype. 7e-4 is the rounding of bf16 itself, which no kernel can
+    go below: 2^-9, a third of it on average. A number per head is a sum over all tokens, whose terms cancel, and with few heads the
+    reference's own error is left to chance: ours is at most twice its largest error of any tensor."""
     worse = {
         name: (a, b)
         for name, a, b in zip(names, ours, theirs, strict=True)
-        if not a <= (2.0 if name in ("A", "D", "dt_bias") else 1.1) * max(b, 7e-4)
+        if not a <= (2.0 * max(theirs) if name in ("A", "D", "dt_bias") else 1.1 * max(b, 7e-4))
     }
     assert not worse
 

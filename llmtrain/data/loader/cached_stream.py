@@ -76,7 +76,7 @@ class CachedStream:
 
     @functools.cached_property
     def is_made(self) -> bool:
-        """Whether shards come into the folder while they are read: downloaded, or unpacked."""
+        """True if shards come into the folder while they are read: downloaded, or unpacked."""
         return self.remote is not None or any(self.index.shards.zip_bytes)
 
     @functools.cached_property

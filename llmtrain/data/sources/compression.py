@@ -80,12 +80,13 @@ class _ZstReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             data = self._blocks() if self._frame is not None else self._frame_header()
+            frame: Any = self._frame  # which reading a header sets
             if not data:
-                if self._frame is not None:
+                if frame is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
-            self._ready = memoryview(self._frame.decompress(data))
-            if self._frame.eof:
+            self._ready = memoryview(frame.decompress(data))
+            if frame.eof:
                 self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]

@@ -126,7 +126,7 @@ class Attention(Operation):
         yield "ALiBi, window", Shape(other, base.SELFTEST_BATCH, base.SELFTEST_LEN)
 
     def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """On a GPU without the reference, which stores T x T scores in fp32."""
+        """Backends to time; on a GPU without the reference, which stores T x T scores in fp32."""
         return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
     def is_public(self, backend: str) -> bool:

@@ -66,7 +66,7 @@ class GatedDelta(BySequence):
         yield "2 key heads", Shape(GatedDeltaSpec(4, 2, 64, 64, dtype), base.SELFTEST_BATCH, base.SELFTEST_LEN)
 
     def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """Without the reference on a GPU: its loop over chunks is unrolled, and compiles for minutes."""
+        """Backends to time; not the reference on a GPU: its loop over chunks is unrolled, and compiles for minutes."""
         return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
 

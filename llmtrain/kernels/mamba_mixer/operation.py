@@ -44,7 +44,7 @@ class MambaMixer(BySequence):
         return [fused, weight, bias if biased else None, A, D, dt_bias, norm, first], up
 
     def work(self, shape: Shape) -> tuple[Work, Work]:
-        """What its three parts move; fused, it would be less."""
+        """Work of its three parts; fused, it would be less."""
         spec, scan = shape.spec, base.operation("ssd").work(replace(shape, spec=shape.spec.ssd))
         size = shape.batch * shape.seq_len * base.element_size(spec.dtype)
         conv, norm = spec.conv1d.channels * size, spec.gated_norm.dim * size
@@ -77,7 +77,7 @@ class MambaMixer(BySequence):
         yield "conv, scan, norm", Shape(spec, base.SELFTEST_BATCH, base.SELFTEST_LEN)
 
     def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """On a GPU without the reference, whose scan compiles for many seconds."""
+        """Backends to time; on a GPU without the reference, whose scan compiles for many seconds."""
         return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
     def of_parts(

@@ -50,7 +50,7 @@ class SSD(BySequence):
         return lambda *tensors: kernel(*tensors)[0]
 
     def reference(self, shape: Shape, device: str) -> Function:
-        """By short chunks, for what is kept per pair of tokens is most of it."""
+        """Inputs with short chunks, for what is kept per pair of tokens is most of it."""
         return super().reference(replace(shape, spec=replace(shape.spec, chunk_size=64)), device)
 
     def work(self, shape: Shape) -> tuple[Work, Work]:
@@ -80,7 +80,7 @@ class SSD(BySequence):
         yield "scan", Shape(SSDSpec(4, 64, 64, 1, 64, dtype=dtype), base.SELFTEST_BATCH, base.SELFTEST_LEN)
 
     def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """On a GPU with the reference at one length: it compiles for many seconds, and is far behind."""
+        """Backends to time; on a GPU with the reference at one length: it compiles for many seconds, and is far behind."""
         slow = here.vendor != "cpu" and shape.seq_len != 4096
         return [name for name in super().backends(shape, here) if name != "reference" or not slow]
 

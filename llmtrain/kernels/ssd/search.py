@@ -252,7 +252,7 @@ class SSDSearch(Search):
         return launch.sequential_scan_for(batch * self.spec.n_heads, self.spec.head_dim)
 
     def in_float64(self) -> dict[str, Any]:
-        """Of the first sequence alone."""
+        """Result of the first sequence alone."""
         pieces, shape = [t[:1] if t.ndim >= 3 else t for t in self.tensors], replace(self.shape, batch=1)
         reference = self.operation.reference(shape, device_of(pieces))
         return {"whole": run_both(reference, wide(pieces), self.up[:1].double())}

@@ -46,8 +46,8 @@ class MixerCache(ABC):
 
 
 class MixerContext(ABC):
-    """How a recurrent mixer reads its tokens: as whole sequences, on from a cache, as segments that ranks share, as requests that
-    share a prefix. `forward` asks for no kind: it convolves and applies its kernel by the context."""
+    """The way in which a recurrent mixer reads its tokens: as whole sequences, on from a cache, as segments that ranks share, as
+    requests that share a prefix. `forward` asks for no kind: it convolves and applies its kernel by the context."""
 
     @abstractmethod
     def convolve(self, conv: Any, x: Tensor) -> Tensor:

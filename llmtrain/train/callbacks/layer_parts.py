@@ -1,4 +1,4 @@
-"""What layers change and measure once per step: LayerPart.after_step and LayerPart.metrics."""
+"""Changes and measurements of layers once per step: LayerPart.after_step and LayerPart.metrics."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from typing import Any
 
 import pytest
 import zstandard
@@ -13,7 +14,7 @@ from llmtrain.data.sources.compression import DAMAGES, compression_of, decompres
 SKIPPABLE = b"\x50\x2a\x4d\x18\x05\x00\x00\x00hello"
 
 
-def zst(content: bytes, **options: bool) -> bytes:
+def zst(content: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(content)
 
 
