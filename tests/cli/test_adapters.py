@@ -70,6 +70,21 @@ def test_adapters_train_and_resume(ranks, finished, tmp_path, size, kind):
         assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
 
 
+def test_adapters_train_beside_a_base_in_float8_with_recomputation_and_state_on_the_host(ranks, finished, tmp_path):
+    changes = {
+        "train.precision": "amp_bf16",
+        "train.float8": {"emulate": True, "small_products": True},
+        "train.activation_checkpointing": {"type": "full"},
+        "optimizer.type": "adamw_8bit",
+        "optimizer.offload": True,
+    }
+    found, *_ = ranks(2).run(train, settings_of(finished, tmp_path / "run", **changes))
+    assert found.losses[4] < found.losses[1]
+    manifest = manifests.read(checkpoint(tmp_path / "run", 4))
+    moments = {n for n in indexes.read(checkpoint(tmp_path / "run", 4), manifest).tensors if n.endswith("_codes")}
+    assert manifest.base is not None and len(moments) == 2 * 2 * 5  # both, of down and up, of five layers
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory, finished) -> Path:
     """The folder of a run that has trained adapters for four steps on one process."""
