@@ -201,7 +201,7 @@ def _read(file: Path) -> Any:
     raise UserError(f"cannot read the tuning table {file}: {reason}")
 
 
-class TableTooLargeError(ValueError):
+class TableTooLargeError(UserError, ValueError):
     """A table beyond MAX_BYTES, MAX_VALUES or MAX_DEPTH."""
 
 

@@ -82,8 +82,8 @@ def test_weights_to_start_from_may_be_in_a_store(finished, project, tmp_path, mo
     assert main(["check", file, "init_from=s3://bucket"]) == 2
     assert "must name a bucket and a prefix" in capsys.readouterr().err
     config = load_config(file)
-    folder, manifest = initial_checkpoint(config)
-    assert manifest.step == 6 and folder.is_relative_to(tmp_path / "cache")
+    found = initial_checkpoint(config)
+    assert found.require().step == 6 and found.fetch().is_relative_to(tmp_path / "cache")
 
 
 @pytest.mark.ci

@@ -54,7 +54,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_group_of_tasks(folder, tmp_path, monkeypatch):
-    import datasets
     import lm_eval
     from transformers import AutoTokenizer
 
@@ -65,10 +64,11 @@ def test_a_group_of_tasks(folder, tmp_path, monkeypatch):
     theirs: Any = oracle.Harness(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
     theirs.get_model_info = dict
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    results: Any = lm_eval.simple_evaluate(theirs, tasks=["all"], task_manager=manager, bootstrap_iters=10, limit=9)
+    evaluate: Any = lm_eval.simple_evaluate
+    results = evaluate(theirs, tasks=["all"], task_manager=manager, bootstrap_iters=10, limit=9)
 
     # The library keeps what process_docs has made: ours is to shuffle by itself.
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     [group] = by_name("all", TaskIndex([folder]))
     assert isinstance(group, Group)
     asked, measured = [], {}
