@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import PartitionDocuments, Sources, place_of, read_documents, read_sources
-from llmtrain.data.partitions.report import REPORTS
 from llmtrain.data.shards.best_fit import Layout
 from llmtrain.data.shards.index import Index
 

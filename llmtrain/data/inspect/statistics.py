@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.partitions.merge import RESTS
+from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import DocumentTable, PartitionDocuments, Sources, read_documents, read_sources
-from llmtrain.data.partitions.report import REPORTS
 from llmtrain.data.shards.best_fit import Layout
 from llmtrain.data.shards.stored_stream import StoredStream
 from llmtrain.data.tokenize.tokenizer import TextTokenizer

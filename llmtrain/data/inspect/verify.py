@@ -10,9 +10,8 @@ from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.partitions.merge import RESTS
-from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
+from llmtrain.data.partitions.prepared_folder import MANIFEST, REPORTS, read_manifest
 from llmtrain.data.partitions.provenance import SOURCES, documents_path, read_documents
-from llmtrain.data.partitions.report import REPORTS
 from llmtrain.data.shards.index import Index, ShardError, hash_of, verify_shard
 from llmtrain.data.shards.mds_writer import stored_part
 from llmtrain.data.shards.stored_stream import StoredStream, read_file, unpack

@@ -23,6 +23,8 @@ from llmtrain.data.partitions.prepared_folder import (
     FORMAT,
     LATER_SETTINGS,
     MANIFEST,
+    REPORTS,
+    SPLITS,
     describe_inputs,
     file_marks,
     find_reusable,
@@ -31,7 +33,7 @@ from llmtrain.data.partitions.prepared_folder import (
     refuse_other,
 )
 from llmtrain.data.partitions.ray_engine import make_partitions_on_ray
-from llmtrain.data.partitions.report import REPORTS, SPLITS, PartitionReport, copy_partition, read_report
+from llmtrain.data.partitions.report import PartitionReport, copy_partition, read_report
 from llmtrain.data.partitions.stored_folder import StoredFolder
 from llmtrain.data.partitions.workers import Task, available_cores, make_partitions
 from llmtrain.data.prepare_problems import refuse_own_folder, refuse_token_files

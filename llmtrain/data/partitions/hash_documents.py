@@ -7,7 +7,7 @@ import numpy as np
 from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.dedup import DocumentHashes, position
 from llmtrain.data.partitions.maker import PartitionMaker, refuse_changed
-from llmtrain.data.partitions.report import REPORTS
+from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.sources.records import BadRecord, SetAside, Slice, read_slice
 from llmtrain.data.sources.token_kinds import TokenKind, token_kind
 

@@ -22,15 +22,9 @@ from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
 from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.dedup import position
+from llmtrain.data.partitions.prepared_folder import REPORTS, SPLITS
 from llmtrain.data.partitions.provenance import DocumentRecorder, write_documents
-from llmtrain.data.partitions.report import (
-    NAMED_BAD_RECORDS,
-    REPORTS,
-    SPLITS,
-    PartitionReport,
-    arrays_path,
-    report_path,
-)
+from llmtrain.data.partitions.report import NAMED_BAD_RECORDS, PartitionReport, arrays_path, report_path
 from llmtrain.data.partitions.stored_folder import StoredFolder
 from llmtrain.data.shards.split_writer import SplitWriter
 from llmtrain.data.sources.files import PrepareError

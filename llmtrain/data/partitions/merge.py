@@ -12,8 +12,9 @@ import numpy as np
 
 from llmtrain.data.partitions.baselines import XZ_BYTES, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.partitions.cutting import Partition
+from llmtrain.data.partitions.prepared_folder import REPORTS, SPLITS
 from llmtrain.data.partitions.provenance import SOURCES, MergedDocuments, documents_path, read_documents
-from llmtrain.data.partitions.report import NAMED_BAD_RECORDS, REPORTS, SPLITS, PartitionReport
+from llmtrain.data.partitions.report import NAMED_BAD_RECORDS, PartitionReport
 from llmtrain.data.shards.mds_writer import stored_part, write_index
 from llmtrain.data.shards.split_writer import SplitWriter
 from llmtrain.data.sources.files import PassedOver, PrepareError

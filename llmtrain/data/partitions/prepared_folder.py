@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.output_folder import MARKER
-from llmtrain.data.partitions.report import REPORTS, SPLITS
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
 from llmtrain.data.sources.storage import open_file
@@ -26,6 +25,9 @@ FORMAT = 3
 _EARLIER_FORMATS = {1, 2}
 """Versions whose folders are used as they are: 1 packed all sources as one partition, 2 compressed with level 3."""
 MANIFEST = "manifest.json"
+REPORTS = "partitions"
+"""Folder of the partitions' reports, beside train/ and validation/."""
+SPLITS = ("train", "validation")
 _ENTRIES = {MANIFEST, MARKER, *SPLITS, REPORTS, "tokenizer"}
 """Names in a finished folder."""
 _TOLD_AFTER = 2.0

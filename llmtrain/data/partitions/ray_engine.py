@@ -15,7 +15,8 @@ from typing import Any
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.partitions.dedup import has_hashes
 from llmtrain.data.partitions.maker import MakeSettings, PartitionMaker
-from llmtrain.data.partitions.report import REPORTS, SPLITS, PartitionReport, read_report
+from llmtrain.data.partitions.prepared_folder import REPORTS, SPLITS
+from llmtrain.data.partitions.report import PartitionReport, read_report
 from llmtrain.data.partitions.workers import Task
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.errors import is_expected

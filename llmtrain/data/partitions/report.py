@@ -14,12 +14,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from llmtrain.data.partitions.array_file import unpack_arrays
+from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import documents_path
 from llmtrain.data.shards.mds_writer import stored_part
 
-REPORTS = "partitions"
-"""Folder of the reports, beside train/ and validation/."""
-SPLITS = ("train", "validation")
 NAMED_BAD_RECORDS = 20
 """Number of unreadable records that a report names; all are counted."""
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.output_folder import MARKER, replace_file
-from llmtrain.data.partitions.prepared_folder import MANIFEST
+from llmtrain.data.partitions.prepared_folder import MANIFEST, REPORTS
 from llmtrain.data.partitions.provenance import documents_path
-from llmtrain.data.partitions.report import REPORTS, PartitionReport, arrays_path, report_path
+from llmtrain.data.partitions.report import PartitionReport, arrays_path, report_path
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.data.sources.storage import list_remote, open_file, remove_remote, write_remote
 from llmtrain.schema.data import PrepareConfig

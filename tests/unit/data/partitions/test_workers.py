@@ -12,7 +12,7 @@ import pytest
 from llmtrain.data.partitions import workers
 from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.partitions.maker import MakeSettings
-from llmtrain.data.partitions.report import REPORTS, SPLITS
+from llmtrain.data.partitions.prepared_folder import REPORTS, SPLITS
 from llmtrain.data.partitions.workers import Task, make_partitions
 from llmtrain.data.sources.files import PrepareError, list_files
 from llmtrain.data.sources.records import whole
