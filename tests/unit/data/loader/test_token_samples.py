@@ -360,7 +360,8 @@ def wait_for(true: Callable[[], bool]) -> bool:
     return true()
 
 
-def test_the_shards_read_longest_ago_are_removed(data, tmp_path, write_shards):
+def test_the_shards_read_longest_ago_are_removed(data, tmp_path, write_shards, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.loader.cache_room._TOUCH_INTERVAL", 0.0)
     remote = write_shards(tmp_path / "far", 160, compression=None)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/mine.mds").write_text("not of the index")
