@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.commands.arguments import EMA_HELP
+from llmtrain.config.regular_file import read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
 
@@ -90,7 +91,7 @@ def run_generate(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """Read prompts, one per line. Raises UserError with file and line for what is no prompt."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines(): only line breaks separate prompts
+        lines = read_text(file).split("\n")  # not splitlines(): only line breaks separate prompts
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from None
     if not lines[-1]:

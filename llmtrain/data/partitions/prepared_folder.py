@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.locks import locked
 from llmtrain.config.output_folder import MARKER
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.sources.token_kinds import mark_of_side_file
-from llmtrain.logs import log
 from llmtrain.schema.data import PrepareConfig
 
 FORMAT = 3
@@ -151,10 +152,13 @@ def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The manifest of a finished folder, or None where there is none. Raises PrepareError if it is damaged."""
     file = Path(out) / MANIFEST
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
+        if not isinstance(found, dict) or not isinstance(found.get("splits"), dict):
+            raise ValueError("is no manifest of `llmtrain prepare`")
+        return found
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
 
 
@@ -248,21 +252,10 @@ def _size(file: Path) -> int | None:
 def lock_folder(out: Path) -> Iterator[None]:
     """Lock `out` against other processes that prepare it, and say so where one does. Raises PrepareError if its parent cannot be
     written to."""
-    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
-
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        path = out.parent / f".{out.name}.lock"
-        path.touch()  # FileLock waits for ever where no file can be made
-        lock = FileLock(path)
+    with contextlib.ExitStack() as stack:
         try:
-            lock.acquire(timeout=_TOLD_AFTER)
-        except Timeout:
-            log.info(f"another process prepares {out}: waiting for it to end")
-            lock.acquire()
-    except OSError as error:
-        raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
-    try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out.parent / f".{out.name}.lock", f"prepares {out}"))
+        except OSError as error:
+            raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
         yield
-    finally:
-        lock.release()

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.regular_file import read_json
 from llmtrain.eval.report.results import DOCUMENTS
 
 _FILES = ("results.md", "results.csv", "results_long.csv", "results.png", DOCUMENTS, "results.json")
@@ -21,7 +22,7 @@ def set_aside(out: Path, settings: Mapping[str, Any]) -> Path | None:
     Stored answers stay. Returns the new folder; None where there are no such results.
     """
     try:
-        before = json.loads((out / "results.json").read_text(encoding="utf-8"))["settings"]
+        before = read_json(out / "results.json")["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not isinstance(before, dict) or _of_results(before, settings) == _of_results(settings, settings):

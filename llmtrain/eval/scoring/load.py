@@ -12,6 +12,7 @@ from llmtrain.checkpoint.beneath import open_stack
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.eval.errors import EvalError
 
@@ -86,7 +87,7 @@ def window_of(found: FoundModel) -> int:
         from llmtrain.models.config import ModelConfig
         from llmtrain.models.hf.family import family_of_hf_config
 
-        config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(found.folder / "config.json")
         return ModelConfig.model_validate(family_of_hf_config(config).read_config(config)).max_seq_len
     from llmtrain.eval.scoring.huggingface import window_of_config
 
@@ -153,7 +154,7 @@ def end_ids(folder: Path) -> list[int]:
     """Ids of tokens that end a text, from generation_config.json or else config.json, as transformers' `generate` reads them."""
     files = (folder / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
-    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    found = read_json(file).get("eos_token_id") if file else None
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
@@ -181,7 +182,7 @@ def _unsupported_reason(folder: Path) -> str | None:
     from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         family_of_hf_config(config).read_config(config)
     except (OSError, json.JSONDecodeError) as error:
         raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None
