@@ -183,7 +183,7 @@ def _acquire(path: Path, launch: str) -> tuple[int, Holder]:
             time.sleep(0.1)
     except Timeout:
         raise RunError(
-            f"another process has locked {mutex / 'lock'} for {_PATIENCE_SECONDS:g} s; end it (fuser names it)"
+            f"another process has locked {mutex / 'lock'} for {_PATIENCE_SECONDS:g} s; end that process"
         ) from None
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}") from error

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import torch
 import zstandard
+from pyarrow import csv, parquet
 
 from llmtrain.cli import main
 from llmtrain.errors import exit_with
@@ -156,8 +155,8 @@ def _texts(folder: Path) -> None:
     (folder / "d.jsonl.zst").write_bytes(zstandard.compress(lines))
     (folder / "e.json").write_text(json.dumps([{"text": one} for one in text]))
     table = pa.table({"text": text})
-    pa.parquet.write_table(table, folder / "f.parquet")
-    pa.csv.write_csv(table, folder / "g.csv")
+    parquet.write_table(table, folder / "f.parquet")
+    csv.write_csv(table, folder / "g.csv")
     with pa.ipc.new_file(folder / "h.arrow", table.schema) as out:
         out.write_table(table)
 

@@ -24,7 +24,11 @@ LIMIT = 10.0
 """Seconds beyond those of the undamaged command."""
 
 
-def _edit(change: Callable[[bytes, random.Random], bytes]) -> Callable[[Path, random.Random], None]:
+Damage = Callable[[Path, random.Random], Path | None]
+"""Changes a file; the other file that it changed, if any."""
+
+
+def _edit(change: Callable[[bytes, random.Random], bytes]) -> Damage:
     def damage(file: Path, rng: random.Random) -> None:
         content = change(file.read_bytes(), rng)
         file.unlink()
@@ -40,7 +44,7 @@ def _flip(content: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _replace(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+def _replace(make: Callable[[Path], object]) -> Damage:
     def damage(file: Path, rng: random.Random) -> None:
         file.unlink()
         make(file)
@@ -53,18 +57,19 @@ def _fill_folder(file: Path) -> None:
     (file / "thesis").write_text("years of work")
 
 
-def _swap(file: Path, rng: random.Random) -> None:
+def _swap(file: Path, rng: random.Random) -> Path | None:
     others = [other for other in sorted(file.parent.rglob("*")) if other.is_file() and other != file]
-    if others:
-        other = rng.choice(others)
-        content = file.read_bytes()
-        file.write_bytes(other.read_bytes())
-        other.write_bytes(content)
-    else:
+    if not others:
         file.write_bytes(b"something else")
+        return None
+    other = rng.choice(others)
+    content = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    return other
 
 
-DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+DAMAGES: dict[str, Damage] = {
     "flip": _edit(_flip),
     "cut": _edit(lambda content, rng: content[: rng.randrange(len(content) + 1)]),
     "cut front": _edit(lambda content, rng: content[rng.randrange(len(content) + 1) :]),
@@ -133,15 +138,15 @@ class Expected:
         return [*changed, *missing, *unmade, *sorted(self.lines - set(lines(text)))]
 
 
-def judge(reader: Reader, file: str, status: int | None, text: str, differences: list[str], free: bool) -> str:
+def judge(reader: Reader, files: list[Path], status: int | None, text: str, differences: list[str], free: bool) -> str:
     """One of: named, harmless; hang, fault, unnamed, silent."""
     if status is None:
         return "hang"
     if "Traceback (most recent call last)" in text or status not in (0, 1, 2):
         return "fault"
-    path = Path(file)
-    names = (path.name, path.stem, str(path.parent), path.parent.name)
-    named = any(len(part) > 1 and part in text for part in (path.name, *reader.words, *(names if status else ())))
+    sure = [*reader.words, *(path.name for path in files)]
+    vague = [part for path in files for part in (path.stem, str(path.parent), path.parent.name)] if status else []
+    named = any(len(part) > 1 and part in text for part in (*sure, *vague))
     if status:
         return "named" if named else "unnamed"
     return "harmless" if free or not differences else "named" if named else "silent"
@@ -173,11 +178,13 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
             expected[name] = Expected(scene, place, argv)
         shutil.copytree(scene, place)
         kind = rng.choice(list(DAMAGES))
-        DAMAGES[kind](place / file, rng)
+        other = DAMAGES[kind](place / file, rng)
+        files = [Path(file), *([other.relative_to(place)] if other else [])]
         before = outcome(place)
         status, text = command(place, argv, LIMIT)
-        differences = [other for other in expected[name].differences(before, outcome(place), text) if other != file]
-        verdict = judge(READERS[name], file, status, text, differences, free)
+        changed = expected[name].differences(before, outcome(place), text)
+        differences = [what for what in changed if Path(what) not in files]
+        verdict = judge(READERS[name], files, status, text, differences, free)
         found[verdict] += 1
         if verdict not in ("named", "harmless"):
             wrong.append(f"== {verdict}: {name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")

@@ -149,16 +149,16 @@ def fingerprint(inputs: dict[str, Any]) -> str:
 
 
 def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a finished folder, or None where there is none. Raises PrepareError if it is damaged."""
+    """The manifest of a finished folder, or None where there is none of ours. Raises PrepareError if it is damaged."""
     file = Path(out) / MANIFEST
     try:
         found = read_json(file)
-        if not isinstance(found, dict) or not isinstance(found.get("splits"), dict):
-            raise ValueError("is no manifest of `llmtrain prepare`")
-        return found
+        if not isinstance(found, dict):
+            raise ValueError("is no JSON object")
+        return found if isinstance(found.get("splits"), dict) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
 
 
@@ -186,8 +186,8 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
 def _refuse_foreign(out: Path) -> None:
     """Raise PrepareError for a folder with something in it that `llmtrain prepare` did not write: it would be removed too."""
     foreign = sorted(path.name for path in out.iterdir() if path.name not in _ENTRIES)
-    with contextlib.suppress(PrepareError):  # a damaged manifest tells nothing
-        manifest = read_manifest(out)
+    with contextlib.suppress(OSError, ValueError):  # a damaged manifest tells nothing
+        manifest = read_json(out / MANIFEST)
         if not isinstance(manifest, dict) or not {"fingerprint", "splits"} <= manifest.keys():
             foreign.append(MANIFEST)
     if foreign:
