@@ -20,6 +20,7 @@ from llmtrain.commands.describe import add_describe, add_mfu
 from llmtrain.commands.doctor import add_doctor
 from llmtrain.commands.eval import add_decontaminate, add_eval
 from llmtrain.commands.generate import add_generate
+from llmtrain.commands.launchers import add_launchers
 from llmtrain.commands.migrate import add_migrate
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         add_mfu,
         add_doctor,
         add_bench,
+        add_launchers,
         add_schema,
     ):
         add(commands)
