@@ -57,11 +57,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _name_user() -> None:
-    """Set USER where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, needs it."""
+    """Set USER and HOME where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, and
+    Path.home need them. HOME is then `/`, as container runtimes have it."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
         os.environ.setdefault("USER", f"uid-{os.getuid()}")
+        os.environ.setdefault("HOME", "/")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
