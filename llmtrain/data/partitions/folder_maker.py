@@ -121,6 +121,7 @@ class FolderMaker:
             counts = merge(
                 folder, config, tokenizer.vocab_size, self._marks(tokenizer), partitions, reports, self.passed_over
             )
+        first = counts.pop("first_token")
         manifest = {
             "fingerprint": fingerprint(inputs),
             "inputs": inputs,
@@ -131,6 +132,11 @@ class FolderMaker:
                 "digest": hashlib.blake2b(
                     (folder / "tokenizer/tokenizer.json").read_bytes(), digest_size=16
                 ).hexdigest(),
+                **(
+                    {"begin_id": first}
+                    if first is not None and first in (tokenizer.eod_id, tokenizer.role_id("bos"))
+                    else {}
+                ),
             },
             "seq_len": config.seq_len,
             "dtype": token_dtype(tokenizer.vocab_size),
