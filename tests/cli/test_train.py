@@ -49,7 +49,16 @@ def test_one_process_trains_and_reports(finished):
 
 def torchrun(processes: int) -> list[str]:
     port = f"--master-port={free_port()}"
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", port, SCRIPT]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        port,
+        "-m",
+        "llmtrain",
+        "train",
+    ]
 
 
 def composer(processes: int) -> list[str]:
