@@ -17,7 +17,7 @@ CONTEXT_TOKENS = 6
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Further text of one row. end: for the row's last chunk, the reason: a stop string, the end-of-document token, or length."""
+    """Further text of one row. end: for the row's last chunk, the reason: a stop string, a token that ends texts, or length."""
 
     row: int
     text: str
@@ -87,15 +87,16 @@ def complete(
 ) -> Iterator[TextChunk]:
     """Continue a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
 
-    Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
+    Neither a token that ends texts nor a stop string is part of the text. An empty prompt starts a document.
     """
-    ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
+    ids = [tokenizer.prompt_ids(prompt) for prompt in prompts]
+    ends = set(tokenizer.end_ids)
     streams = [TextStream(tokenizer, row[-CONTEXT_TOKENS:], stops) for row in ids]
     chunks: list[TextChunk] = []
 
     def take(row: int, token: int) -> bool:
         stream = streams[row]
-        if token == tokenizer.eod_id:
+        if token in ends:
             chunks.append(TextChunk(row, stream.finish(), "eod"))
             return True
         text = stream.add(token)

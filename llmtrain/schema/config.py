@@ -76,7 +76,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.model.dropout)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
-        yield from self._chunk_problems()
+        yield from self._checkpointing_problems()
         yield from self._profile_problems()
         yield from schedule_problems(self)
 
@@ -113,9 +113,13 @@ class Config(Section):
             if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
                 yield Problem(key, context, f"block {name}: {reason}")
 
-    def _chunk_problems(self) -> Iterator[Problem]:
-        """Feed-forward layers that cannot read a part of the tokens at a time."""
-        key, tokens = "train.activation_checkpointing.mlp_tokens", self.train.activation_checkpointing.mlp_tokens
+    def _checkpointing_problems(self) -> Iterator[Problem]:
+        """Fewer layers than k, and feed-forward layers that cannot read a part of the tokens at a time."""
+        checkpointing, layers = self.train.activation_checkpointing, len(self.model.layer_list())
+        if checkpointing.type == "every_k" and checkpointing.k is not None and checkpointing.k > layers:
+            text = f"of {layers} layers one in so many is the first alone, as with k: {layers}; use at most {layers}"
+            yield Problem("train.activation_checkpointing.k", checkpointing.k, text)
+        key, tokens = "train.activation_checkpointing.mlp_tokens", checkpointing.mlp_tokens
         for name, block in self.model.blocks.items():
             if tokens is not None and block.mlp is not None and not block.mlp.chunkable:
                 yield Problem(

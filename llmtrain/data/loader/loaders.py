@@ -66,13 +66,13 @@ def _rank_batch_size(global_batch_size: int, replication: int) -> int:
 
 
 def _loader_options(data: DataConfig) -> dict[str, Any]:
-    num_workers, eod_id = data.num_workers, end_of_document(data)
+    num_workers, found = data.num_workers, end_of_document(data)
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "worker_init_fn": serve_parent if num_workers else None,
         "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collated(collate if eod_id is None else functools.partial(collate_packed, eod_id=eod_id)),
+        "collate_fn": collated(collate if found is None else functools.partial(collate_packed, **found._asdict())),
     }
 
 

@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer, trai
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
+from llmtrain.versions import version
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class FolderMaker:
             counts = merge(
                 folder, config, tokenizer.vocab_size, self._marks(tokenizer), partitions, reports, self.passed_over
             )
+        first = counts.pop("first_token")
         manifest = {
             "fingerprint": fingerprint(inputs),
             "inputs": inputs,
@@ -131,6 +132,11 @@ class FolderMaker:
                 "digest": hashlib.blake2b(
                     (folder / "tokenizer/tokenizer.json").read_bytes(), digest_size=16
                 ).hexdigest(),
+                **(
+                    {"begin_id": first}
+                    if first is not None and first in (tokenizer.eod_id, tokenizer.role_id("bos"))
+                    else {}
+                ),
             },
             "seq_len": config.seq_len,
             "dtype": token_dtype(tokenizer.vocab_size),

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from llmtrain.data.partitions.prepared_folder import read_manifest
 from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
 
@@ -68,6 +69,27 @@ def _files(content: bytes, place: Path) -> dict[str, str]:
     return files
 
 
+def load_run_tokenizer(data: dict) -> TextTokenizer:
+    """The tokenizer beside a run's shards, as it was trained with. data: as in run_tokenizer_path, which see for errors."""
+    return as_trained(load_tokenizer(run_tokenizer_path(data)), data)
+
+
+def as_trained(tokenizer: TextTokenizer, data: dict) -> TextTokenizer:
+    """The tokenizer with the tokens that began the documents of a run, as its data's manifest or its `data.prepare` record them;
+    unchanged for data of others, and for an import. data: the config's `data` section. Raises PrepareError."""
+    prepare = data.get("prepare") or {}
+    for folder in (folder for place in _places(data) for folder in (Path(place), Path(place).parent)):
+        manifest = read_manifest(folder.expanduser())
+        if manifest is not None and isinstance(about := manifest.get("tokenizer"), dict):
+            if "begin_id" in about:
+                return replace(tokenizer, begins=(about["begin_id"],))
+            prepare = prepare or manifest.get("inputs", {})
+            break
+    if not prepare:
+        return tokenizer
+    return replace(tokenizer, begins=(tokenizer.bos_id,) if prepare.get("add_bos_token") else ())
+
+
 def run_tokenizer_path(data: dict) -> str:
     """Path of the tokenizer beside a run's shards. data: its config's `data` section. Raises NoTokenizerError if there is none."""
     if found := run_tokenizers(data):
@@ -83,7 +105,7 @@ def run_tokenizers(data: dict) -> list[Path]:
 
 
 def _places(data: dict) -> list[str]:
-    prepare, train = data["prepare"], data["train"]
+    prepare, train = data.get("prepare"), data.get("train")
     candidates = (
         [prepare["out"], *(f"{prepare['out']}/{name}" for name in prepare.get("streams") or ())] if prepare else []
     )

@@ -12,7 +12,7 @@ from llmtrain.checkpoint.beneath import open_stack
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
-from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, end_ids, load_tokenizer, read_generation_config
 from llmtrain.eval.errors import EvalError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def load_scorer(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind: torch.dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
-    options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
+    options["end_ids"] = tokenizer.end_ids if found.is_checkpoint else end_ids(read_generation_config(found.folder))
     if not found.native:
         if max_length and max_length > (longest := window_of(found)):
             raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
@@ -147,14 +147,6 @@ def load_scorer(
             f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
         )
     return HybridScorer(model, tokenizer, share=share_prefixes, **options)
-
-
-def end_ids(folder: Path) -> list[int]:
-    """Ids of tokens that end a text, from generation_config.json or else config.json, as transformers' `generate` reads them."""
-    files = (folder / name for name in ("generation_config.json", "config.json"))
-    file = next((file for file in files if file.is_file()), None)
-    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
-    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def default_dtype() -> str:

@@ -10,8 +10,7 @@ import torch
 from composer.utils import dist
 
 from llmtrain.data.partitions.baselines import read_baselines
-from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path, run_tokenizers
-from llmtrain.data.tokenize.tokenizer import load_tokenizer
+from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
@@ -66,8 +65,8 @@ def _tell_quality(config: Config, outcome: Outcome) -> None:
 def _complete(config: Config, outcome: Outcome) -> str | None:
     if config.eval.prompt is None:
         return None
-    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
-    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eod_id]
+    tokenizer = load_run_tokenizer(config.data.model_dump(mode="json"))
+    prompt = tokenizer.prompt_ids(config.eval.prompt)
     new = min(SAMPLE_TOKENS, config.model.max_seq_len - len(prompt))
     if new < 1:
         return None
