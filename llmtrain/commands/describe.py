@@ -53,10 +53,12 @@ def run_describe(args: argparse.Namespace) -> int:
 
     device, place = device_by_short_name(args.gpu) if args.gpu else None, None
     if args.nodes is not None:
-        if device is None or args.world_size != 1 or args.nodes < 1:
-            raise UserError(
-                "--nodes is above 0, and goes with --gpu and without --world-size, which is nodes x GPUs per node"
-            )
+        if args.nodes < 1:
+            raise UserError(f"--nodes {args.nodes}: expected 1 or more")
+        if device is None:
+            raise UserError("--nodes needs --gpu NAME, the GPU to predict for")
+        if args.world_size != 1:
+            raise UserError("--world-size has no effect with --nodes: it is nodes x --gpus-per-node; leave it out")
         place = cluster(
             device, 8 if args.gpus_per_node is None else args.gpus_per_node, args.link or "ndr", args.node_link
         )

@@ -218,9 +218,9 @@ def test_a_description_has_one_time_of_a_step_on_every_mesh(more, least, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "2"], "goes with --gpu"),
-        (["--nodes", "0", "--gpu", "h200"], "above 0"),
-        (["--nodes", "2", "--gpu", "h200", "--world-size", "4"], "without --world-size"),
+        (["--nodes", "2"], "--nodes needs --gpu NAME"),
+        (["--nodes", "0", "--gpu", "h200"], "--nodes 0: expected 1 or more"),
+        (["--nodes", "2", "--gpu", "h200", "--world-size", "3"], "--world-size has no effect with --nodes"),
         (["--plot", "x.png", "--gpu", "h200"], "--plot is of the prediction for --nodes N"),
         (["--link", "fast", "--gpu", "h200"], "--link is of the prediction for --nodes N"),
         (["--gpus-per-node", "0"], "--gpus-per-node is of the prediction for --nodes N"),
@@ -376,3 +376,9 @@ def test_a_missing_peak_is_refused_by_the_parser(capsys):
         main(RUN_405B)
     assert stop.value.code == 2
     assert "one of the arguments --peak --gpu is required" in capsys.readouterr().err
+
+
+def test_the_command_for_mfu_in_the_readme_runs(capsys):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r"`llmtrain (mfu [^`]*)`", text)
+    assert main(line.split()) == 0 and "MFU" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer, trai
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
+from llmtrain.versions import version
 
 
 @dataclass(frozen=True)
