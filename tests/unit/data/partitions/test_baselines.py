@@ -55,7 +55,9 @@ def test_xz_reads_the_samples_that_the_model_was_validated_on(corpus, settings):
     changes = ["model.vocab_size=300", "data.seq_len=32", f"data.prepare.out={out}"]
 
     def baselines(samples: int | None) -> dict[str, float | None]:
-        return summary._baselines(load_config("quickstart", [*changes, f"eval.max_samples={samples or 'null'}"]), out)
+        return summary._baselines(
+            load_config("quickstart", [*changes, f"eval.max_samples={samples or 'null'}"]), str(out)
+        )
 
     of_all = read_baselines(out)
     everything = {"xz -9": of_all.xz, "a unigram model over the same tokens": of_all.unigram}
