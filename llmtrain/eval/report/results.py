@@ -232,9 +232,9 @@ def as_markdown(report: Report) -> str:
 
 
 def _meaning(result: Result) -> str | None:
-    name = result.metrics.headline
-    if name == "acc" and result.task_settings.get("output_type") == "multiple_choice":  # of lm-evaluation-harness
-        name = "acc_sum"
+    name, kind = result.metrics.headline.partition(",")[0], result.task_settings.get("output_type")
+    if name == "acc" and kind not in (None, "loglikelihood"):  # of lm-evaluation-harness; others' own code computes it
+        return MEANINGS["acc_sum"] if kind == "multiple_choice" else None
     return MEANINGS.get(name)
 
 
