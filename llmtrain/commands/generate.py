@@ -90,7 +90,7 @@ def run_generate(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """Read prompts, one per line. Raises UserError with file and line for what is no prompt."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines(): only line breaks separate prompts
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): only line breaks separate prompts
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from None
     if not lines[-1]:

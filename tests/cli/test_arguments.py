@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import os
 from pathlib import Path
 
 import pytest
 
-from llmtrain.cli import main
+from llmtrain.cli import main, parser
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,17 @@ def test_a_user_without_an_entry_in_passwd_has_a_name_and_a_home(monkeypatch):
         main(["--version"])
     assert getpass.getuser() == "uid-3999999999"
     assert Path.home() == Path("/")
+
+
+def _commands(parser, words=()):
+    yield words
+    for action in parser._actions:
+        for name, below in (action.choices if isinstance(action, argparse._SubParsersAction) else {}).items():
+            yield from _commands(below, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(_commands(parser())), ids=" ".join)
+def test_help_of_a_command_is_its_own(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: {' '.join(['llmtrain', *words])} [-h]")

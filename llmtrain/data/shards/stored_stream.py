@@ -58,6 +58,8 @@ class StoredStream:
     def _decoded(self, shard: int) -> NDArray:
         entry = self.index.shards[shard]
         raw = self.content(shard)
+        if fault := self.index.token_fault():
+            raise ShardError(f"{self.places[0]}/index.json: {fault}")
         if damage := verify_shard(io.BytesIO(raw), entry, self.index.hash_algorithm):
             raise ShardError(f"the shard {entry['raw_data']['basename']} of {self.places[0]} is damaged: {damage}")
         return decode_tokens(raw, entry)
