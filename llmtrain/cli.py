@@ -20,6 +20,7 @@ from llmtrain.commands.describe import add_describe, add_mfu
 from llmtrain.commands.doctor import add_doctor
 from llmtrain.commands.eval import add_decontaminate, add_eval
 from llmtrain.commands.generate import add_generate
+from llmtrain.commands.launchers import add_launchers
 from llmtrain.commands.migrate import add_migrate
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         add_mfu,
         add_doctor,
         add_bench,
+        add_launchers,
         add_schema,
     ):
         add(commands)
@@ -55,11 +57,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _name_user() -> None:
-    """Set USER where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, needs it."""
+    """Set USER and HOME where the user id has no entry in passwd (`docker run -u 12345`): Python's getuser, which torch calls, and
+    Path.home need them. HOME is then `/`, as container runtimes have it."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
         os.environ.setdefault("USER", f"uid-{os.getuid()}")
+        os.environ.setdefault("HOME", "/")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

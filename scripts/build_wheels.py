@@ -1,10 +1,13 @@
 """Build what pip needs to install llmtrain: `python scripts/build_wheels.py dist`, then `pip install dist/*.whl`.
 
+Or copy `dist` into a package index, beside which `pip install llmtrain` finds the rest in the public one.
+
 Composer 0.32.1 and streaming 0.13.0 run with newer torch, transformers and numpy than their metadata allow, and neither
 has a later release. uv can override requirements, pip cannot: it would find no set of versions. So beside llmtrain's own
 wheel this writes theirs once more, from the package index, with the same code and [tool.uv] override-dependencies of
-pyproject.toml in place of their own requirements. Each says so in its metadata and has a version of its own
-(0.32.1+llmtrain1), which no index has, and which llmtrain's wheel requires by name.
+pyproject.toml in place of their own requirements. Each says so in its metadata and has a name of its own
+(llmtrain-mosaicml 0.32.1.post1), which llmtrain's wheel requires: indexes refuse a second file of one name and version, and
+local versions (0.32.1+x).
 
 Needs pip and a package index, no packages.
 """
@@ -24,12 +27,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOCAL = "+llmtrain1"
+PREFIX = "llmtrain-"
+"""What a repacked wheel has before its name."""
+POST = ".post1"
 """What a repacked wheel has behind its version. Count up when the override-dependencies change."""
 
 NOTE = """\
-This wheel is {name} {version} with the same code, repacked by llmtrain's scripts/build_wheels.py. It was changed in two
-places: its version is {version}{local}, and these requirements stand in place of its authors':
+This wheel is {name} {version} with the same code, repacked by llmtrain's scripts/build_wheels.py, not by its authors. It was
+changed in three places: its name is {prefix}{name}, its version {version}{post}, and these requirements stand in place of its
+authors'. It has the same files as {name}: install one of the two.
 
 {requirements}
 
@@ -44,7 +50,7 @@ def build(out: Path) -> list[Path]:
     overrides = {package(line): line for line in project["tool"]["uv"]["override-dependencies"]}
     out.mkdir(parents=True, exist_ok=True)
     packages = repacked_packages(project["project"]["dependencies"])
-    for name in (project["project"]["name"], *packages):
+    for name in (project["project"]["name"], *(PREFIX + name for name in packages)):
         for earlier in out.glob(f"{name.replace('-', '_')}-*.whl"):
             earlier.unlink()
     pip("wheel", "--no-deps", "--wheel-dir", str(out), str(ROOT))
@@ -57,8 +63,8 @@ def build(out: Path) -> list[Path]:
 
 
 def repacked_packages(dependencies: list[str]) -> dict[str, str]:
-    """The authors' version of each package that is required with a version of ours, by name."""
-    pattern = re.compile(rf"([\w.-]+)==([\w.]+){re.escape(LOCAL)}")
+    """The authors' version of each package that is required under a name of ours, by the authors' name."""
+    pattern = re.compile(rf"{PREFIX}([\w.-]+)==([\w.]+){re.escape(POST)}")
     return {found[1]: found[2] for line in dependencies if (found := pattern.fullmatch(line))}
 
 
@@ -70,13 +76,14 @@ def package(requirement: str) -> str:
 
 
 def repack(wheel: Path, out: Path, overrides: Mapping[str, str]) -> Path:
-    """Write a wheel anew with other requirements. overrides: requirement by name of the package. Returns its path.
+    """Write a wheel anew with our name and other requirements. overrides: requirement by name of the package. Returns its path.
 
     The same wheel and overrides give the same bytes.
     """
     name, version, tags = wheel.name.split("-", 2)
-    before, after = f"{name}-{version}.dist-info/", f"{name}-{version}{LOCAL}.dist-info/"
-    target = out / f"{name}-{version}{LOCAL}-{tags}"
+    ours = f"{PREFIX.replace('-', '_')}{name}-{version}{POST}"
+    before, after = f"{name}-{version}.dist-info/", f"{ours}.dist-info/"
+    target = out / f"{ours}-{tags}"
     record = []
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
@@ -97,23 +104,22 @@ def repack(wheel: Path, out: Path, overrides: Mapping[str, str]) -> Path:
 
 
 def relaxed(metadata: str, overrides: Mapping[str, str]) -> str:
-    """Wheel metadata with our version, the overridden requirements, and the note that says so. Extras stay as they are."""
+    """Wheel metadata with our name and version, the overridden requirements, and the note of it. Extras stay as they are."""
     head, _, description = metadata.partition("\n\n")
     lines, changed = [], []
     name = version = ""
     for line in head.splitlines():
         key, _, value = line.partition(": ")
         if key == "Name":
-            name = value
+            name, line = value, f"{key}: {PREFIX}{value}"
         elif key == "Version":
-            version = value
-            line += LOCAL
+            version, line = value, line + POST
         elif key == "Requires-Dist" and "extra ==" not in value and package(value) in overrides:
             line = f"Requires-Dist: {overrides[package(value)]}"
             changed.append(f"    {overrides[package(value)]}  (was {value})")
         lines.append(line)
     assert name and version and changed, f"{name}: nothing to override; require the authors' own wheel"
-    note = NOTE.format(name=name, version=version, local=LOCAL, requirements="\n".join(changed))
+    note = NOTE.format(name=name, version=version, prefix=PREFIX, post=POST, requirements="\n".join(changed))
     return "\n".join(lines) + "\n\n" + note + description
 
 

@@ -203,7 +203,7 @@ class Soak:
         for key in tensors.names(""):
             count = int(torch.Size(tensors.shape(key) or ()).numel())
             state[key] = torch.cat(list(tensors.elements(key, [count]))).view(torch.uint8).numpy().tobytes()
-        for line in (self.folder / name / "metrics.jsonl").read_text().splitlines():
+        for line in (self.folder / name / "metrics.jsonl").read_text().split("\n")[:-1]:
             values = {key: value for key, value in json.loads(line).items() if not key.startswith(CLOCKS)}
             key = (
                 f"metrics of step {values['step']}, {'validation' if 'loss/train/total' not in values else 'training'}"

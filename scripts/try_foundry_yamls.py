@@ -100,7 +100,7 @@ def train(file: Path) -> str:
         status = run_command(["train", str(file), "--fresh"])
     if status:
         return f"status {status}: {printed.getvalue().strip().splitlines()[-1]}"
-    metrics = (file.parent / "runs" / file.stem / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = (file.parent / "runs" / file.stem / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     return "loss " + next(
         f"{value:.3f}" for line in metrics for key, value in json.loads(line).items() if "loss" in key
     )

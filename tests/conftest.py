@@ -53,6 +53,18 @@ def shards(tmp_path_factory) -> Path:
     return folder / "shards"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process_of_no_run() -> Iterator[None]:
+    """A run in this process sets RANK, MASTER_PORT and the like, and joins a process group: the next file's tests begin without."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(n): a group of n processes, the same one for all tests of a file until it breaks.

@@ -72,7 +72,7 @@ def train_tokenizer(text: Path, folder: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
-    lines = (json.loads(line)["text"] for line in text.read_text(encoding="utf-8").splitlines())
+    lines = (json.loads(line)["text"] for line in text.read_text(encoding="utf-8").rstrip("\n").split("\n"))
     special = ["<s>", "</s>"]
     tokenizer.train_from_iterator(lines, vocab_size=4096, special_tokens=special, show_progress=False)
     folder.mkdir()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform as host
 import subprocess
+from importlib.metadata import PackageNotFoundError
 
+from llmtrain import versions
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform
 
@@ -68,8 +69,8 @@ def driver(here: Platform) -> str:
 
 def version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return versions.version(package)
+    except PackageNotFoundError:
         return None
 
 

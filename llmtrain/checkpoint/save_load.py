@@ -11,7 +11,6 @@ import uuid
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +45,7 @@ from llmtrain.errors import RunError
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.slices import local_of
 from llmtrain.models.tensor_parallel import slices_of
+from llmtrain.versions import versions
 
 # Optimizer groups by parameter name rather than by index: they survive another grouping or another rank count.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -313,11 +313,6 @@ def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, value in state.items()
         if isinstance(value, (Tensor, DividedTensor))
     }
-
-
-def versions(*names: str) -> dict[str, str]:
-    """Versions of libraries, without the part after `+`, which is the vendor that torch was built for."""
-    return {name: version(name).partition("+")[0] for name in names}
 
 
 def _common_id(group: dist.ProcessGroup | None) -> str:

@@ -140,13 +140,13 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace) -> Iterator[str]:
     from llmtrain.data.inspect.show import SampleView
+    from llmtrain.data.tokenize.end_of_document import recorded_begins
 
     target = open_target(args.target, args.overrides)
     samples = list(_chosen(target, args))
     streams = [stream for stream, _, _ in samples]
     tokenizer = _tokenizer(args.tokenizer, streams)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    view = SampleView(tokenizer, tokenizer.eod_id if tokenizer else None, colour)
     look_ups: dict[str, SampleDocuments] = {}
     for stream, number, known_as in samples:
         shard, row = stream.shard_of(number)
@@ -155,6 +155,7 @@ def _shown(args: argparse.Namespace) -> Iterator[str]:
         if stream.name not in look_ups:
             look_ups[stream.name] = stream.documents(len(tokens))
         documents = look_ups[stream.name].of(number)
+        view = SampleView(tokenizer, recorded_begins(stream.manifest), colour)
         yield from view.lines(f"sample {known_as} ({name}, row {row})", tokens, documents)
 
 
@@ -196,7 +197,7 @@ def _tokenizer(name: str | None, streams: Sequence[StoredStream]) -> TextTokeniz
 def run_stats(args: argparse.Namespace) -> int:
     from llmtrain.data.inspect.show import printable
     from llmtrain.data.inspect.statistics import stream_statistics
-    from llmtrain.data.partitions.prepared_folder import read_manifest
+    from llmtrain.data.tokenize.end_of_document import DocumentEnds, recorded_begins
     from llmtrain.progress import ByteBar
 
     target = open_target(args.target, args.overrides)
@@ -207,10 +208,11 @@ def run_stats(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(args.tokenizer, [stream for _, stream in streams])
     found: dict[str, list[SourceStatistics]] = {split: [] for split in splits}
     for split, stream in streams:
-        manifest = read_manifest(stream.root) if stream.root is not None else None
+        manifest = stream.manifest
         counts = manifest["splits"].get(stream.split) if manifest else None
+        ends = DocumentEnds(tokenizer.eod_id, recorded_begins(manifest)) if tokenizer else None
         with ByteBar(sys.stderr.isatty() and not args.json, stream.index.samples, stream.name) as bar:
-            sources = stream_statistics(stream, tokenizer.eod_id if tokenizer else None, counts, bar.advance)
+            sources = stream_statistics(stream, ends, counts, bar.advance)
         if len(target.streams[split]) > 1:
             sources = [replace(one, name=f"{stream.name}: {one.name}") for one in sources]
         found[split] += sources

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.commands.arguments import EMA_HELP
-from llmtrain.config.regular_file import read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
 
@@ -91,7 +90,7 @@ def run_generate(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """Read prompts, one per line. Raises UserError with file and line for what is no prompt."""
     try:
-        lines = read_text(file).split("\n")  # not splitlines(): only line breaks separate prompts
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): only line breaks separate prompts
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from None
     if not lines[-1]:

@@ -17,8 +17,8 @@ from llmtrain.config.yaml_text import MAX_DEPTH, MAX_KEY, MAX_TEXT, Loader, synt
 def apply_override(source: YamlSource, override: str, schema: type[Section]) -> None:
     """Apply one override `a.b=c`. c is YAML and replaces the whole value of the file.
 
-    Sections that the file lacks are created; list entries and named entries (blocks, streams) must exist. An unknown last
-    key is reported by the decoder.
+    Sections that the file lacks are created; list entries and named entries (blocks, streams) must exist. null removes a named
+    entry. An unknown last key is reported by the decoder.
     """
     path, equals, text = override.partition("=")
     keys = re.sub(r"\[([0-9]+)\]", r".\1", path.strip()).split(".")
@@ -42,12 +42,15 @@ def apply_override(source: YamlSource, override: str, schema: type[Section]) -> 
                 return _refuse(source, path, None, f"there is no such entry: {above} has {len(at)} entries")
         elif not isinstance(at, dict):
             return _refuse(source, ".".join(keys), value, f"there is no such entry: {above} is not a mapping")
-        elif key not in at and get_origin(kind) is dict and not last:
+        elif key not in at and get_origin(kind) is dict and (value is None or not last):
             return _refuse(source, path, key, f"there is no such entry; {suggest(key, at, 'there are')}")
         if last:
             _forget(source, path)
             source.problems += given.problems
             source.unreadable |= given.unreadable
+            if value is None and get_origin(kind) is dict:
+                del at[index]
+                return None
             at[index] = value
         elif isinstance(at, dict) and at.get(index) is None:
             at[index] = {}

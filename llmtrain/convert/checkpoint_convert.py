@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest, OldFormatError
 from llmtrain.checkpoint.format.tensor_file import Entry
 from llmtrain.checkpoint.repository import Repository
-from llmtrain.checkpoint.save_load import MACHINE_SETTINGS, versions
+from llmtrain.checkpoint.save_load import MACHINE_SETTINGS
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
@@ -31,6 +31,7 @@ from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.progress import ByteBar, format_bytes
+from llmtrain.versions import versions
 
 _FP32 = torch.float32
 

@@ -1,8 +1,8 @@
-"""The weights of Composer's own checkpoints, of an llmtrain model or an MPT of LLM Foundry. Nothing else is read.
+"""The weights of Composer's own checkpoints, of an llmtrain model, an MPT of LLM Foundry, or its `hf_causal_lm`.
 
 A checkpoint is one file (torch.save of {"state": {"model": ..., ...}, "rng": ...}), or a folder that torch's distributed
-checkpoint wrote (names begin with `state.model.`). The config of an llmtrain model is not in it; a HuggingFaceModel has
-its config.json in state.integrations.huggingface.
+checkpoint wrote (names begin with `state.model.`), or the folder of an MPT in Hugging Face format. The config of an llmtrain
+model is not in it; a HuggingFaceModel has its config.json in state.integrations.huggingface.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from torch.torch_version import TorchVersion
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.format.tensor_file import Entry
 from llmtrain.config.decode import decode
+from llmtrain.config.interpolation import resolve
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
 from llmtrain.convert.dcp import DcpTensors
+from llmtrain.convert.foundry.model import published_mpt
+from llmtrain.convert.foundry.settings import Notes, Settings
 from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Part, Weight
+from llmtrain.models.hf.family import Part, Weight, family_for_model, family_of_hf_config
 from llmtrain.models.hf.foreign_files import reason
+from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.models.hf.mpt import FAMILY as MPT
+from llmtrain.models.hf.settings import validate_section
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.config import Config
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "hybrid.")
 """Prefixes of parameter names by DDP, torch.compile and Composer's models."""
@@ -72,43 +78,111 @@ class FileTensors(TensorReader):
             start += count
 
 
+class FolderTensors(TensorReader):
+    """The tensors of a folder in Hugging Face format. config: its config.json."""
+
+    def __init__(self, folder: Path):
+        self._tensors = open_hf_checkpoint(folder)
+        self.config = self._tensors.config
+        found = self._tensors
+        super().__init__(folder, [Entry(name, found.dtype(name), found.shape(name)) for name in found])
+
+    def elements(self, name: str, counts: Iterable[int]) -> Iterator[Tensor]:
+        yield from self._tensors[name].reshape(-1).split(list(counts))
+
+
 def is_composer_checkpoint(path: Path) -> bool:
-    """Return True for a file, or a folder of torch's distributed checkpoint without a manifest.json of llmtrain."""
-    return path.is_file() or ((path / ".metadata").is_file() and not (path / "manifest.json").exists())
+    """Return True for a file, and for a folder of torch's distributed checkpoint or in Hugging Face format without a
+    manifest.json of llmtrain."""
+    folder = (path / ".metadata").is_file() or (path / "config.json").is_file()
+    return path.is_file() or (folder and not (path / "manifest.json").exists())
 
 
 def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[TensorReader, ModelConfig, list[Weight]]:
     """Open a checkpoint of Composer. Returns its tensors, the model's config, and the tensors that each parameter is made of.
 
-    config_file: a YAML with the `model` section; default: the config in the checkpoint (LLM Foundry's MPT).
+    config_file: a YAML with the `model` section; default: the config in the checkpoint.
     Raises CheckpointError when the tensors are not those of the config, with each that is missing, superfluous, or of
-    another shape; UnsupportedModelError for an MPT that llmtrain cannot express.
+    another shape; UnsupportedModelError for a model that llmtrain cannot express.
     """
     source: TensorReader
-    if path.is_file():
-        source, found = FileTensors(path), None
-        found, prefix = source.config, ""
+    prefix, found = "", None
+    if path.is_file() or (path / "config.json").is_file():
+        source = FileTensors(path) if path.is_file() else FolderTensors(path)
+        found = source.config
     else:
-        source, found, prefix = DcpTensors(path), None, "state.model."
+        source, prefix = DcpTensors(path), "state.model."
+        found = _config_of_folder(source)
     names = {_strip_wrappers(name.removeprefix(prefix)): name for name in source.names(prefix)}
     if config_file is not None:
         config = _load_model_config(config_file)
+        if "transformer.wte.weight" in names:
+            weights = MPT.weights(config)
+        else:
+            weights = _own_weights(config) if "embed.weight" in names else family_for_model(config).weights(config)
     elif found is not None:
-        if found.get("model_type") != "mpt":
-            raise CheckpointError(
-                f"{path} holds a {found.get('model_type')}; of Hugging Face's models only mpt is read here"
-            )
-        config = ModelConfig.model_validate(MPT.read_config(found))
+        if found.get("model_type") == "mpt":
+            config, family = ModelConfig.model_validate(_mpt_section(found)), MPT
+        else:
+            family = family_of_hf_config(found)
+            config = ModelConfig.model_validate(family.read_config(found))
+        weights = family.weights(config)
     else:
         raise CheckpointError(
             f"{path} does not say what model it holds; name a YAML with its `model` section: --config FILE"
         )
-    weights = MPT.weights(config) if "transformer.wte.weight" in names else _own_weights(config)
+    weights = [_as_stored(weight, names) for weight in weights]
     wrong = list(_mismatches(source, names, weights))
     if wrong:
         raise CheckpointError(f"{path} does not hold the model of its config:\n  " + "\n  ".join(wrong[:20]))
-    renamed = [Weight(w.ours, w.shape, tuple(Part(names[part.name], part.shape) for part in w.parts)) for w in weights]
+    if any(weight.reordered for weight in weights):
+        raise CheckpointError(
+            f"{path}: rows of its projections stand in another order; save it in Hugging Face format, and import"
+        )
+    renamed = [
+        Weight(w.ours, w.shape, tuple(Part(names[part.name], part.shape) for part in w.parts), w.cut_anywhere)
+        for w in weights
+    ]
     return source, config, renamed
+
+
+def _config_of_folder(source: DcpTensors) -> dict[str, Any] | None:
+    """config.json in a distributed checkpoint, whose names are the path of each of its settings."""
+    prefix = "state.integrations.huggingface.model.config.content"
+    made: dict[str, Any] = {}
+    for name, value in source.values(prefix).items():
+        *above, last = name.removeprefix(prefix).strip(".").split(".")
+        if not last:
+            return value if isinstance(value, dict) else None
+        at = made
+        for key in above:
+            at = at.setdefault(key, {})
+        at[last] = value
+    return made or None
+
+
+def _mpt_section(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `model` section of an MPT by LLM Foundry's own settings. Raises CheckpointError for what ours cannot express."""
+    notes = Notes()
+    section = published_mpt(Settings(dict(found), notes))
+    wrong = [f"{problem.path}: {problem.message}" for problem in notes.problems]
+    wrong += [
+        f"{note.path} = {note.value}: {note.text}" for note in notes.left if note.path.split(".")[0] != "init_config"
+    ]
+    if wrong:
+        raise CheckpointError("the model of the checkpoint cannot be expressed here:\n  " + "\n  ".join(wrong))
+    return validate_section(section)
+
+
+def _as_stored(weight: Weight, names: Mapping[str, str]) -> Weight:
+    """The weight, its parts under the names that are there, without wrappers."""
+
+    def part(found: Part) -> Part:
+        spelt = [_strip_wrappers(name) for name in found.names]
+        here = next((name for name in spelt if name in names), spelt[0])
+        return replace(found, name=here, copies=tuple(name for name in spelt if name != here))
+
+    return replace(weight, parts=tuple(map(part, weight.parts)))
 
 
 def _strip_wrappers(name: str) -> str:
@@ -139,12 +213,14 @@ def _mismatches(source: TensorReader, names: Mapping[str, str], weights: Iterabl
 
 
 def _load_model_config(file: str) -> ModelConfig:
-    """Read the `model` section of any YAML. Raises ConfigError, or ValueError without the section."""
+    """The `model` section of a YAML, of a whole run or alone. Raises ConfigError, or UserError without the section."""
     found = read_file(file)
     if "model" not in found.data:
         raise UserError(f"--config {file} has no `model` section")
+    resolve(found, Config)
     config, problems = decode(ModelConfig, found.data["model"])
-    if problems:
-        wrong = [replace(problem, path=f"model.{problem.path}".rstrip(".")) for problem in problems]
+    wrong = [problem for problem in found.problems if problem.path.startswith("model")]
+    wrong += [replace(problem, path=f"model.{problem.path}".rstrip(".")) for problem in problems]
+    if wrong:
         raise ConfigError(found.title, wrong, found.origins)
     return config

@@ -192,22 +192,15 @@ def _write_configs(folder: Path, config: dict[str, Any], dtype: torch.dtype, tok
 
 def _ends(tokenizer: TextTokenizer, rows: int) -> int | list[int]:
     """The end of a document, and the special tokens besides that end an answer of the published model. rows: of the embedding."""
-    named = tokenizer.generation_config.get("eos_token_id")
     special = {id_ for id_, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
-    further = [token for token in (named if isinstance(named, list) else [named]) if token in special and token < rows]
-    ends = list(dict.fromkeys([tokenizer.eod_id, *further]))
+    ends = [id_ for id_ in tokenizer.end_ids if id_ == tokenizer.eod_id or (id_ in special and id_ < rows)]
     return ends if len(ends) > 1 else ends[0]
 
 
 def _token_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
     """Token ids for config.json; null for a missing token, where the defaults of the classes are ids of another tokenizer."""
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
-    for name in ("bos", "pad"):
-        token = tokenizer.config.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token:
-            ids[f"{name}_token_id"] = tokenizer.backend.token_to_id(token)
-    return ids
+    bos, pad = map(tokenizer.role_id, ("bos", "pad"))
+    return {"bos_token_id": bos, "eos_token_id": tokenizer.eod_id, "pad_token_id": pad}
 
 
 def safetensors_names(count: int) -> list[str]:

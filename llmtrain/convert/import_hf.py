@@ -16,7 +16,6 @@ from torch import Tensor
 
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
-from llmtrain.checkpoint.save_load import versions
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
@@ -28,6 +27,7 @@ from llmtrain.models.hf.foreign_files import refuse_links_out
 from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, find_hf_folder, open_hf_checkpoint
 from llmtrain.models.hf.load import check_tensors
 from llmtrain.progress import ByteBar
+from llmtrain.versions import versions
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

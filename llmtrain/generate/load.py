@@ -99,11 +99,11 @@ def checkpoint_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
     if stored_tokenizer.NAME in manifest.files:
         manifests.verify(folder, manifest, names=[stored_tokenizer.NAME])
         file = folder / stored_tokenizer.NAME
-        return stored_tokenizer.unpack(read_bytes(file), file)
+        return stored_tokenizer.as_trained(stored_tokenizer.unpack(read_bytes(file), file), manifest.config["data"])
     if (folder / "tokenizer").is_dir():
-        return load_tokenizer(folder / "tokenizer")
+        return stored_tokenizer.as_trained(load_tokenizer(folder / "tokenizer"), manifest.config.get("data") or {})
     try:
-        return load_tokenizer(stored_tokenizer.run_tokenizer_path(manifest.config["data"]))
+        return stored_tokenizer.load_run_tokenizer(manifest.config["data"])
     except stored_tokenizer.NoTokenizerError as error:
         raise stored_tokenizer.NoTokenizerError(
             f"{folder} has no tokenizer ({error}); name one with --tokenizer, or in an evaluation with `tokenizer` beside its path"

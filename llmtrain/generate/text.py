@@ -17,7 +17,7 @@ CONTEXT_TOKENS = 6
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Further text of one row. end: for the row's last chunk, the reason: a stop string, the end-of-document token, or length."""
+    """Further text of one row. end: for the row's last chunk, the reason: a stop string, a token that ends texts, or length."""
 
     row: int
     text: str
@@ -44,6 +44,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain. After a stop string `stopped` is set and no text follows."""
         self._ids.append(token)
+        if token in self.tokenizer.byte_ids:  # the next byte may make the bytes before it no text either
+            return ""
         before = self.tokenizer.decode(self._ids[self._start : self._read])
         now = self.tokenizer.decode(self._ids[self._start :])
         if now.endswith("\ufffd"):  # the bytes so far end within a character
@@ -87,15 +89,16 @@ def complete(
 ) -> Iterator[TextChunk]:
     """Continue a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
 
-    Neither the end-of-document token nor a stop string is part of the text. An empty prompt starts a document.
+    Neither a token that ends texts nor a stop string is part of the text. An empty prompt starts a document.
     """
-    ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
+    ids = [tokenizer.prompt_ids(prompt) for prompt in prompts]
+    ends = set(tokenizer.end_ids)
     streams = [TextStream(tokenizer, row[-CONTEXT_TOKENS:], stops) for row in ids]
     chunks: list[TextChunk] = []
 
     def take(row: int, token: int) -> bool:
         stream = streams[row]
-        if token == tokenizer.eod_id:
+        if token in ends:
             chunks.append(TextChunk(row, stream.finish(), "eod"))
             return True
         text = stream.add(token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext
-from llmtrain.models.costs import Flops, Work
+from llmtrain.models.costs import Flops
 from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.layer_part import Product
 from llmtrain.models.layers import Norm, multiplied
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.shared_attention import SharedInput
@@ -100,7 +103,51 @@ class Block(nn.Module):
             total += self.shared_input.flops(seq_len, causal)
         return total if self.mlp is None else total + self.mlp.flops(seq_len)
 
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        """The part of the forward pass that the parts' saved operators spare the recomputation."""
-        parts = [part for part in (self.mixer, self.shared_mixer, self.mlp) if part is not None]
-        return sum((part.saved_flops(seq_len, causal) for part in parts), Work())
+    def products(self) -> list[Product]:
+        """The products of the layer's forward pass, in order. What a norm follows is needed, what is only summed is not."""
+        summed = self.norm_first and self.post_norm is None
+        mixer_needed = not (summed and (self.mlp is None or self.parallel))
+        found = [] if self.shared_input is None else self.shared_input.products()
+        for part, needed in ((self.mixer, mixer_needed), (self.mlp, not summed)):
+            found += [] if part is None else [one._replace(needed=one.needed or needed) for one in part.products()]
+        return found
+
+    def recomputed(self, seq_len: int, kind: str, compiled: bool, chunk: float = 1.0) -> int:
+        """FLOPs of the forward pass that the backward pass of one sequence computes again, attention's half of a square.
+
+        kind: of activation checkpointing, "none" where this layer has none. chunk: share of the tokens that the last of an MLP's
+        parts reads (mlp_tokens), 1 for all at once. The compiler computes what gradients need; without it a layer is computed
+        up to the last tensor that was saved.
+        """
+        shared = None if self.shared_input is None else self.shared_input.shared.mlp
+        in_parts = 0
+        if chunk < 1 and not (
+            compiled and kind != "none"
+        ):  # compiled, parts of a recomputed layer are no further recomputation
+            for mlp in (part for part in (self.mlp, shared) if part is not None):
+                in_parts += mlp.flops(seq_len).forward.total - _total(
+                    (p for p in mlp.products() if not p.needed), seq_len
+                )
+            if shared is not None and self.shared_input is not None and (adapter := self.shared_input.mlp_adapter):
+                in_parts += adapter.flops(seq_len).forward.total
+        if kind == "none":
+            return in_parts
+        products = self.products()
+        dropped = [i for i, product in enumerate(products) if not product.needed]
+        if not compiled:
+            last = max((i for i, product in enumerate(products) if product.needed), default=-1)
+            dropped = [i for i in dropped if i > last and not self.dropout]
+        if kind == "selective":
+            dropped = sorted({*dropped, *(i for i, product in enumerate(products) if product.kept)})
+        spared = _total((products[i] for i in dropped), seq_len)
+        if kind in ("kernels", "selective"):
+            parts = [part for part in (self.mixer, self.shared_mixer, self.mlp) if part is not None]
+            spared += sum(part.saved_flops(seq_len, causal=True).total for part in parts)
+        if in_parts and self.mlp is not None and len(products) - 1 in dropped:
+            # The last part's inputs are the last tensors that were saved.
+            spared += round(chunk * self.mlp.flops(seq_len).forward.total) - products[-1].linear.product(seq_len).total
+        return in_parts + self.flops(seq_len, causal=True).forward.total - spared
+
+
+def _total(products: Iterable[Product], seq_len: int) -> int:
+    return sum(product.linear.product(seq_len).total for product in products)

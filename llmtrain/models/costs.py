@@ -60,13 +60,14 @@ class Flops:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that one layer keeps per token: without activation checkpointing, and with the kinds that keep some results."""
+    """Bytes that one layer keeps per token: without activation checkpointing; of these, results of the operators that the kinds
+    `kernels` and `selective` keep (saved_ops); and those of the products that `selective` keeps (kept_products)."""
 
     everything: float
-    selective: float
-    kernels: float = 0.0
+    results: float = 0.0
+    products: float = 0.0
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
         return SavedBytes(
-            self.everything + other.everything, self.selective + other.selective, self.kernels + other.kernels
+            self.everything + other.everything, self.results + other.results, self.products + other.products
         )

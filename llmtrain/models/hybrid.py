@@ -270,29 +270,18 @@ class HybridLM(nn.Module):
         if self.ends:
             head = Work(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
             total = Flops.with_weight(head, self.head_weight.requires_grad)
-        backward = self._with_backward()
-        for block in self._layers():
+        backward = self.layers_with_backward()
+        for index, block in enumerate(self._layers()):
             flops = block.flops(seq_len, causal)
-            total += flops if block in backward else flops.without_backward()
+            total += flops if index in backward else flops.without_backward()
         reached = bool(backward) or is_trained(self.norm)
         return total if reached else replace(total, grad_input=Work())
 
-    def recomputed(self, seq_len: int, causal: bool = False) -> tuple[Work, Work, Work]:
-        """FLOPs that recomputation may cost a sequence: the forward pass of all layers that have a backward pass; the part
-        of it that the mixers' saved operators spare selective checkpointing; and the part of MLPs, those of shared blocks too."""
-        forward = saved = mlps = Work()
-        for block in self._with_backward():
-            forward += block.flops(seq_len, causal).forward
-            saved += block.saved_flops(seq_len, causal)
-            shared = None if block.shared_input is None else block.shared_input.shared.mlp
-            for mlp in filter(None, (block.mlp, shared)):
-                mlps += mlp.flops(seq_len).forward
-        return forward, saved, mlps
-
-    def _with_backward(self) -> list[Block]:
-        """The layers through which gradients go: all where the embedding is trained, else those from the first trained on."""
+    def layers_with_backward(self) -> dict[int, Block]:
+        """The layers, by their places in the model, through which gradients go: all where the embedding is trained, else those from
+        the first trained on."""
         layers = list(self._layers())
         parts = [[part for part in (self.embed, self.positions) if part is not None]]
         parts += [[block, *([] if block.shared_input is None else [block.shared_input.shared])] for block in layers]
         first = next((i for i, some in enumerate(parts) if any(map(is_trained, some))), len(parts))
-        return layers[max(first - 1, 0) :]
+        return dict(list(enumerate(layers))[max(first - 1, 0) :])

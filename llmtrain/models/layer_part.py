@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
 from llmtrain.models.costs import Flops, Work
+from llmtrain.models.layers import Linear
 from llmtrain.models.tensor_parallel import TensorRanks
+
+
+class Product(NamedTuple):
+    """The product of a linear layer in a layer's forward pass. kept: selective checkpointing keeps its output. needed: gradients
+    are computed from its output."""
+
+    linear: Linear
+    kept: bool
+    needed: bool
 
 
 class LayerPart(nn.Module, ABC):
@@ -30,6 +40,10 @@ class LayerPart(nn.Module, ABC):
     """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
     losses: ClassVar[Collection[str]] = ()
     """Names of the losses that `forward` attaches (models/attached_loss.py), logged as loss/train/NAME, summed over the layers."""
+    outputs: Collection[str] = ()
+    """Names of the linear layers whose outputs, times a number at most, are the part's own: no gradient of the part needs them."""
+    kept_products: Collection[str] = ()
+    """Names of the linear layers whose outputs selective checkpointing keeps: of the section."""
     ranks: TensorRanks | None = None
     """Set by `split`."""
 
@@ -50,10 +64,16 @@ class LayerPart(nn.Module, ABC):
         return set()
 
     def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        """The part of the forward pass that saved_ops spare the recomputation; linear layers, of which selective checkpointing
-        keeps every second output, are counted elsewhere.
-        """
+        """The part of the forward pass that saved_ops spare the recomputation; linear layers are counted by `products`."""
         return Work()
+
+    def products(self) -> list[Product]:
+        """The part's linear layers in the order of their products, which is that in which they were made."""
+        return [
+            Product(module, name in self.kept_products, name not in self.outputs)
+            for name, module in self.named_modules()
+            if isinstance(module, Linear)
+        ]
 
     def inactive_parameters(self) -> dict[str, int]:
         """Elements that one token does not meet, by names of parameters: those of experts to which it is not sent."""

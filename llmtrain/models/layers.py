@@ -76,9 +76,12 @@ class Linear(nn.Linear):
         y = self.summing.leave(F.linear(input, self.weight))
         return y if self.bias is None else y + self.bias
 
+    def product(self, seq_len: int) -> Work:
+        """FLOP of this layer's own product, forward."""
+        return Work(projection=2 * seq_len * self.in_features * self.out_features)
+
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        work = Work(projection=2 * seq_len * self.in_features * self.out_features)
-        return Flops.with_weight(work, self.weight.requires_grad)
+        return Flops.with_weight(self.product(seq_len), self.weight.requires_grad)
 
 
 class Head(Linear):

@@ -31,7 +31,7 @@ def decisions(
     only when a run starts, such as whether GPUs read each other's memory, is as it is expected to be.
     """
     train, gpu = config.train, platform.vendor != "cpu"
-    compiled = train.compile in ("on", "max_autotune") or (train.compile == "auto" and gpu)
+    compiled = train.compiles("cuda" if gpu else "cpu")
     nvidia, shards = platform.vendor == "nvidia", shard_ranks(config, world_size)
     against_graphs = reason_against(config, platform, parameters, world_size, world_size == local_size)
     found: dict[str, tuple[Any, Any]] = {

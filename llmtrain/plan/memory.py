@@ -28,9 +28,9 @@ fp32):
 
 The activations per layer follow Korthikanti et al. (arXiv:2205.05198, section 4), with the linear-memory attention
 of FlashAttention and without dropout masks. The reference backend of the scan keeps, without torch.compile, several
-chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps every second matrix product's
-output and those of the operators that its backends declare (saved_ops in kernels/registry.py), with the kind `kernels` the latter
-alone. Where sharding or checkpointing is
+chunk-by-chunk squares per head more. With the selective kind of checkpointing a layer keeps the outputs of the matrix products
+that its sections name (kept_products) and those of the operators that its backends declare (saved_ops in kernels/registry.py), with
+the kind `kernels` the latter alone. Where sharding or checkpointing is
 `auto`, the estimate is that of full sharding and of no checkpointing; automatic.py resolves them by it.
 """
 
@@ -180,17 +180,17 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
     def saved_by(block: BlockSection) -> SavedBytes:
         saved = block.saved_by_layer(model.d_model, width, model.norm)
         if context > 1:
-            saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local, 0)
+            saved += SavedBytes(block.gathered_bytes(model.d_model, width, seq_len, context) / local)
             saved += block.kept_in_segments(model.d_model, width)
         if block.mlp is not None and at_once < local / tensor:
             inside = block.mlp.saved_bytes(model.d_model, width).everything - 2 * residual
             parts.append(inside * at_once)
-            saved += SavedBytes(-inside, 0)
+            saved += SavedBytes(-inside)
         if tensor == 1:
             return saved
         inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))
         everything = saved.everything / tensor + inputs * (1 - 1 / tensor)
-        return SavedBytes(everything, saved.selective / tensor, saved.kernels / tensor)
+        return SavedBytes(everything, saved.results / tensor, saved.products / tensor)
 
     per_layer = []
     for layer in model.layer_list():
@@ -200,10 +200,10 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
     for index, saved in enumerate(per_layer):
         if checkpointing.fraction is not None:
             kept += residual / tensor + checkpointing.fraction * (saved.everything - residual / tensor)
-        elif checkpointing.type in ("none", "auto") or (checkpointing.k is not None and index % checkpointing.k):
+        elif not checkpointing.recomputes(index):
             kept += saved.everything
         else:
-            results = {"selective": saved.selective, "kernels": saved.kernels}
+            results = {"selective": saved.results + saved.products, "kernels": saved.results}
             kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
@@ -232,7 +232,7 @@ def host_bytes(config: Config) -> int:
         return 0
     width = 2 if train.precision == "amp_bf16" else 4
     tokens = config.data.seq_len // train.parallel.ranks * train.least_microbatch
-    return width * config.model.d_model * tokens * -(-layers // (train.activation_checkpointing.k or 1))
+    return width * config.model.d_model * tokens * sum(map(train.activation_checkpointing.recomputes, range(layers)))
 
 
 def _loss(config: Config, width: int, head_gradient: bool) -> int:

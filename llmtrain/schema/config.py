@@ -76,7 +76,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.model.dropout)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
-        yield from self._chunk_problems()
+        yield from self._checkpointing_problems()
         yield from self._profile_problems()
         yield from schedule_problems(self)
 
@@ -113,9 +113,13 @@ class Config(Section):
             if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
                 yield Problem(key, context, f"block {name}: {reason}")
 
-    def _chunk_problems(self) -> Iterator[Problem]:
-        """Feed-forward layers that cannot read a part of the tokens at a time."""
-        key, tokens = "train.activation_checkpointing.mlp_tokens", self.train.activation_checkpointing.mlp_tokens
+    def _checkpointing_problems(self) -> Iterator[Problem]:
+        """Fewer layers than k, and feed-forward layers that cannot read a part of the tokens at a time."""
+        checkpointing, layers = self.train.activation_checkpointing, len(self.model.layer_list())
+        if checkpointing.type == "every_k" and checkpointing.k is not None and checkpointing.k > layers:
+            text = f"of {layers} layers one in so many is the first alone, as with k: {layers}; use at most {layers}"
+            yield Problem("train.activation_checkpointing.k", checkpointing.k, text)
+        key, tokens = "train.activation_checkpointing.mlp_tokens", checkpointing.mlp_tokens
         for name, block in self.model.blocks.items():
             if tokens is not None and block.mlp is not None and not block.mlp.chunkable:
                 yield Problem(
@@ -195,9 +199,27 @@ class Config(Section):
             raise UserError(
                 f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {sharers} "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "
-                f"it must be a multiple of {groups * self.train.least_microbatch}"
+                f"it must be a multiple of {groups * self.train.least_microbatch}; {self.batch_remedy(groups)}"
             )
         return per_rank // self.train.least_microbatch
+
+    def batch_remedy(self, groups: int) -> str:
+        """What to use for a batch that so many groups of ranks cannot split: batches nearest to it, and where microbatches may be
+        smaller, the largest with which it stays as it is, or the batches nearest to it with the smallest."""
+        batch, given = self.train.global_batch_size, self.train.least_microbatch
+        multiple = MULTIPLE if self.train.float8 is not None else 1
+        smaller = [size for size in range(given - 1, 0, -1) if self.microbatch_tokens(size) % multiple == 0]
+        kept = next((size for size in smaller if batch % (groups * size) == 0), None)
+
+        def nearest(size: int) -> str:
+            unit = groups * size
+            below = batch // unit * unit
+            return f"{below} or {below + unit}" if below else f"{unit}"
+
+        found = f"use {nearest(given)}"
+        if kept is not None:
+            return f"{found}, or train.microbatch_size={kept}, which keeps it"
+        return f"{found}, or {nearest(smaller[-1])} with train.microbatch_size={smaller[-1]}" if smaller else found
 
 
 def _within(folder: str, other: str) -> bool:

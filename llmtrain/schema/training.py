@@ -45,9 +45,9 @@ class ActivationCheckpointing(Section):
 
     type: Literal["none", "full", "every_k", "kernels", "selective", "budget", "auto"] = free("none")
     """full: every layer. every_k: one layer in k. kernels: every layer, but keep the outputs of attention and of the gated
-    delta rule, which cost the more the longer sequences are. selective: every layer, but keep those and the outputs of every
-    second matmul. budget: the compiler chooses what to recompute, the cheapest first, within a share of the memory. auto: none,
-    selective or full, the least that fits by the estimate of `llmtrain describe`."""
+    delta rule, which cost the more the longer sequences are. selective: every layer, but keep those and the outputs of the
+    matmuls through which the input enters a mixer or an MLP. budget: the compiler chooses what to recompute, the cheapest first,
+    within a share of the memory. auto: none, selective or full, the least that fits by the estimate of `llmtrain describe`."""
     k: PositiveInt | None = free(None)
     """With every_k: recompute one layer in so many."""
     fraction: UnitInterval | None = free(None)
@@ -57,6 +57,10 @@ class ActivationCheckpointing(Section):
     what a layer holds at work then grows less with the sequence. null: all at once."""
     offload: bool = free(False)
     """With full, every_k or kernels: what is kept of a recomputed layer, its input, waits in host memory for the backward pass."""
+
+    def recomputes(self, layer: int) -> bool:
+        """True if the layer of this number, from 0, is computed again in the backward pass by a wrapper around it."""
+        return self.type not in ("none", "auto", "budget") and layer % (self.k or 1) == 0
 
     def problems(self) -> Iterator[Problem]:
         if (self.type == "budget") != (self.fraction is not None):
@@ -234,6 +238,10 @@ class TrainConfig(Section):
         if sharding.reduce_dtype == "bf16":
             return "sums of gradients are reduced in fp32"
         return None
+
+    def compiles(self, device: str) -> bool:
+        """True if layers are compiled on a device of this type, such as `cuda`."""
+        return self.compile in ("on", "max_autotune") or (self.compile == "auto" and device == "cuda")
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:

@@ -7,10 +7,9 @@ stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from llmtrain.adapt.float8 import Float8
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
+from llmtrain.models.block import Block
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.hybrid import HybridLM
@@ -66,7 +66,7 @@ def parallelize(
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = set[str]().union(*(converter.saved_ops() for converter in changes))
     checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
-    if config.compile in ("on", "max_autotune") or (config.compile == "auto" and device.type == "cuda"):
+    if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
         functorch.activation_memory_budget = 1.0 if fraction is None else fraction
         compile_layers(model.hybrid, max_autotune=config.compile == "max_autotune")
@@ -94,16 +94,18 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
     """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name."""
     if config.type in ("none", "budget"):
         return
-    every = config.k if config.type == "every_k" else 1
-    assert every is not None
     # By name: a backend's own operator exists only once the backend was imported.
     saved_ops = set(kept).union(*(part.saved_ops() for _, part in parts_of(model)))
     for i, block in enumerate(model.blocks):
-        if i % every:
+        if not config.recomputes(i):
             continue
         options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
         if config.type in ("kernels", "selective"):
-            options["context_fn"] = partial(_selective_contexts, saved_ops, config.type == "selective")
+            # Of a rank's part of the weights, as they are before FSDP2 shards them.
+            products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
+            options["context_fn"] = partial(
+                _selective_contexts, saved_ops, products if config.type == "selective" else []
+            )
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
@@ -115,20 +117,23 @@ def offload_inputs(model: HybridLM) -> None:
             block.forward = inputs.keep(block.forward)
 
 
-_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
-"""In bf16, and in float8."""
+_WEIGHT_OF = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torch.ops.aten._scaled_mm.default: 1}
+"""The argument that is a linear layer's weight [d_in, d_out]: without and with a bias, and in float8."""
 
 
-def _selective_contexts(saved_ops: set[str], products: bool):
-    """Keeps the outputs of these operators and, with `products`, of every second matrix product."""
-    seen: Counter[tuple[object, bool]] = Counter()
+def _selective_contexts(saved_ops: set[str], products: Sequence[tuple[tuple[int, ...], bool]]):
+    """Keeps the outputs of these operators, and of some products with weights. products: in the order of the forward pass, the
+    weight's shape [d_in, d_out], and whether the output is kept. Products of other shapes are no linear layer's."""
+    expected = {is_recompute: list(products) for is_recompute in (False, True)}
 
     def policy(ctx, op, *args, **kwargs):
         keep = str(op) in saved_ops
-        if products and op in _MATRIX_PRODUCTS:
-            count = (op, ctx.is_recompute)
-            seen[count] += 1
-            keep = seen[count] % 2 == 1
+        if op in _WEIGHT_OF:
+            left, shape = expected[ctx.is_recompute], tuple(args[_WEIGHT_OF[op]].shape)
+            place = next((i for i, one in enumerate(left) if one[0] == shape), None)
+            if place is not None:
+                keep = left[place][1]
+                del left[: place + 1]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

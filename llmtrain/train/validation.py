@@ -10,7 +10,6 @@ from composer.core import Callback, Evaluator, State
 
 from llmtrain.config.base import Duration
 from llmtrain.data.loader.loaders import ValidationLoader, build_validation_loader
-from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.distributed.world import World
 from llmtrain.logs import run_log
 from llmtrain.train.build import Training
@@ -63,11 +62,11 @@ def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], 
     icl = config.eval.icl
     if icl is None:
         return []
-    from llmtrain.data.tokenize.stored_tokenizer import run_tokenizer_path
+    from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.train.callbacks.evaluation import Evaluation, KeptResults
 
-    tokenizer = load_tokenizer(run_tokenizer_path(config.data.model_dump(mode="json")))
+    tokenizer = load_run_tokenizer(config.data.model_dump(mode="json"))
     run = load_eval_run(icl.file, needs_models=False)
     kept = KeptResults(Path(config.run_dir), run.model_dump(mode="json"), icl.keep_answers)
     return [Evaluation(run, training.model, tokenizer, world, steps(icl.interval), config.name, kept)]

@@ -215,7 +215,7 @@ def _report(args: argparse.Namespace, config: Config) -> int:
     seen = {run: _samples(args.out / f"{run}-samples.jsonl") for run in runs}
     same = all(seen["whole"].get(step, "?") == seen["moving"].get(step) for step in steps)
     legs_file = args.out / "legs.jsonl"
-    legs = list(map(json.loads, legs_file.read_text().splitlines())) if legs_file.exists() else []
+    legs = list(map(json.loads, legs_file.read_text().split("\n")[:-1])) if legs_file.exists() else []
     legs = [leg for leg in legs if leg["run"] == "moving"]
     result = {
         "steps": len(steps),
@@ -271,7 +271,7 @@ def _report(args: argparse.Namespace, config: Config) -> int:
 def _samples(file: Path) -> dict[int, list[int]]:
     """Ids by step. A step that was run twice, after a leg was cut short, must have seen the same."""
     found: dict[int, list[int]] = {}
-    for line in map(json.loads, file.read_text().splitlines()):
+    for line in map(json.loads, file.read_text().split("\n")[:-1]):
         if found.setdefault(line["step"], line["ids"]) != line["ids"]:
             raise UserError(f"{file}: step {line['step']} saw other samples the second time")
     return found

@@ -3,13 +3,12 @@
 #
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
-# PART: checkpoint-x2 | parallel-x2 | tests | eval (three-columns and evaluation, which are parts too) | tune | kernels | grid | steps |
+# PART: checkpoint-x2 | parallel-x2 | tests | evaluation | tune | kernels | grid | steps |
 #   decoding | serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # WORK (default: runs/session/PART) has what the programs write. LIMIT: seconds for all of it (default 570); a program gets what is
 # left, if that is less than its own limit.
-# three-columns, which times nothing, also compiles for kernels on the same machine (compiling.txt).
 # tune writes rows to runs/session/rows.yaml, by which kernels and steps then launch on the same machine.
 # compare trains three models by the checkouts .base (or the folder named after OUT) and this one, in turn; the same call again
 # on the same machine goes on where it ended. Before: git worktree add .base COMMIT, and .base among the ignored paths to carry.
@@ -18,16 +17,16 @@
 # ended. llama-x2 wants TORCHTITAN, as eight does.
 # eight measures on all GPUs of the machine by benchmarks many_gpus, what there is time for (or some: eight OUT --only llama context);
 # the same call again goes on. It wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
-# eval wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
+# evaluation wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 part=${1:-}
 case $part in
-checkpoint-x2 | parallel-x2 | tests | eval | three-columns | evaluation | tune | kernels | grid | steps | decoding) ;;
+checkpoint-x2 | parallel-x2 | tests | evaluation | tune | kernels | grid | steps | decoding) ;;
 serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight) ;;
 *)
-    echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, eval, three-columns, evaluation, tune, kernels, grid, steps," \
+    echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, evaluation, tune, kernels, grid, steps," \
         "decoding, serving, loader, automatic, kept-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight" >&2
     exit 2
     ;;
@@ -100,16 +99,11 @@ parallel_x2() { # issue 24; Llama-3-8B with 20 of its 32 layers, which two GPUs 
     step warm 85 bash -c "$(declare -p bench context short one tensor fsdp2 few short_llama work); warm"
     step zamba2-context 110 "${bench[@]}" "${context[@]}" --lengths 65536 --out "$work/zamba2-context.json"
     step zamba2-short 70 "${bench[@]}" "${short[@]}" --out "$work/zamba2-short.json"
-    # Beside each other, a GPU each: what one GPU's memory holds, and the curve of one rank.
-    local recall=("$python" -m benchmarks recall --lengths 64 512 4096 32768 --steps 500 150 80 60 --seeds 1 2)
-    step zamba2-one-gpu 80 "$python" scripts/gpu/side_by_side.py "$work" \
-        zamba2-one -- "${bench[@]}" "${one[@]}" --lengths 32768 65536 --steps 1 --warmup 1 --out "$work/zamba2-one.json" -- \
-        recall-1 -- "${recall[@]}" --context 1 --out "$work/recall-1.json"
+    step zamba2-one-gpu 80 "${bench[@]}" "${one[@]}" --lengths 32768 65536 --steps 1 --warmup 1 --out "$work/zamba2-one.json"
     step llama-async 55 "${bench[@]}" "${tensor[@]}" 'model.layers=attn*20' train.parallel.async_tensor=on --out "$work/llama-async.json"
     step llama-fsdp2 50 "${bench[@]}" "${fsdp2[@]}" 'model.layers=attn*20' --out "$work/llama-fsdp2.json"
     step llama-tensor 50 "${bench[@]}" "${tensor[@]}" 'model.layers=attn*20' train.parallel.async_tensor=off --out "$work/llama-tensor.json"
     step scan 70 "${bench[@]}" --scan --nproc 2 --out "$work/scan.json"
-    step recall-2 150 "${recall[@]}" --context 2 --out "$work/recall-2.json"
     step zamba2-kernels 110 "${bench[@]}" "${context[@]}" --lengths 65536 --steps 1 --warmup 1 --kernels --out "$work/zamba2-kernels.json"
     step zamba2-longest 90 "${bench[@]}" "${context[@]}" --lengths 131072 --steps 1 --warmup 1 --out "$work/zamba2-longest.json"
 }
@@ -122,22 +116,6 @@ tests() {
         train.compile=off train.microbatch_size=4 --saves 2 "$@" # 16 without compiling may not fit
     rm -rf "$work/saved"
     step doctor 60 "$python" -m llmtrain doctor
-}
-
-three_columns() {
-    # Meanwhile the cores that have nothing to do compile for the part kernels: nothing is timed here.
-    (
-        public_packages
-        nice "$python" -m llmtrain bench kernels --compile-only --compile-seconds 300 --workers 8
-    ) >"$out/compiling.txt" 2>&1 </dev/null &
-    rm -rf "$work/three-columns"
-    # The standard library alone is learnt by heart in two minutes.
-    local site
-    site=$("$python" -c 'import sympy, os; print(os.path.dirname(os.path.dirname(sympy.__file__)))')
-    step three-columns 420 "$python" -m benchmarks three_columns yamls/bench/llama-125m.yaml --data-dir icl \
-        "data.prepare.sources=[stdlib, $site/transformers, $site/sympy]" data.prepare.out=data/code-1024 \
-        --minutes 2 --out "$work/three-columns" "$@"
-    wait
 }
 
 evaluation() {
@@ -322,11 +300,6 @@ parallel-x2) parallel_x2 "$@" ;;
 kept-x2) kept_x2 "$@" ;;
 llama-x2) llama_x2 "$@" ;;
 reduction-x2) reduction_x2 "$@" ;;
-three-columns) three_columns "$@" ;;
-eval)
-    three_columns "$@"
-    evaluation "$@"
-    ;;
 *) "$part" "$@" ;;
 esac
 say "$SECONDS s in all"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import os
+from pathlib import Path
 
 import pytest
 
-from llmtrain.cli import main
+from llmtrain.cli import main, parser
 
 
 @pytest.mark.parametrize(
@@ -38,11 +40,26 @@ def test_an_empty_prompt_is_one(capsys):
     assert "/nowhere" in capsys.readouterr().err
 
 
-def test_a_user_without_an_entry_in_passwd_has_a_name(monkeypatch):
+def test_a_user_without_an_entry_in_passwd_has_a_name_and_a_home(monkeypatch):
     """As of `docker run -u 12345`: torch asks for it, for the folder of its cache."""
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
     with pytest.raises(SystemExit):
         main(["--version"])
     assert getpass.getuser() == "uid-3999999999"
+    assert Path.home() == Path("/")
+
+
+def _commands(parser, words=()):
+    yield words
+    for action in parser._actions:
+        for name, below in (action.choices if isinstance(action, argparse._SubParsersAction) else {}).items():
+            yield from _commands(below, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(_commands(parser())), ids=" ".join)
+def test_help_of_a_command_is_its_own(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: {' '.join(['llmtrain', *words])} [-h]")

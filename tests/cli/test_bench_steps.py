@@ -1,11 +1,10 @@
-"""`python -m benchmarks steps` and `gradients`: the same training steps by different kernels."""
+"""`python -m benchmarks steps`: the same training steps by different kernels."""
 
 import json
 
 import pytest
-import torch
 
-from benchmarks.programs.training import gradients, steps
+from benchmarks.programs.training import steps
 from llmtrain.config.report import ConfigError
 
 TINY = [
@@ -55,28 +54,3 @@ def test_a_row_has_the_time_by_the_clock_the_hosts_and_the_gpus():
 def test_a_bad_override_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match="layerz"):
         steps.main([FILE, "model.layerz=1"])
-
-
-def test_gradients_in_bf16_err_by_what_bf16_rounds_and_those_in_fp32_not_at_all(capsys):
-    assert gradients.main([FILE, *TINY, "--kernels", "auto"]) == 0
-    exactly, bf16, _, head, *lines = capsys.readouterr().out.splitlines()
-    assert exactly.startswith("reference in fp32: loss 4.") and bf16.startswith("auto in bf16: loss 4.")
-    assert head.split() == ["relative", "error", "of", "auto"]
-    found = {kind: float(error) for kind, error in map(str.split, lines)}
-    assert list(found)[:2] == ["loss", "all"] and {"embed.weight", "blocks.*.mixer.ssm.A_log"} <= set(found)
-    assert 5e-4 < found["all"] < 0.05 and found["loss"] < 1e-3
-    loss, exact = gradients.gradients(steps.with_kernels(FILE, TINY, "reference"), torch.float32)
-    again, other = gradients.gradients(steps.with_kernels(FILE, TINY, "auto"), torch.float32)
-    assert loss == pytest.approx(again, abs=1e-5) and gradients.errors(other, exact)["all"] < 1e-5
-
-
-def test_kernels_that_cannot_serve_are_told_before_any_gradient_is_computed(capsys):
-    with pytest.raises(ValueError, match="our Triton kernels need a GPU"):
-        gradients.main([FILE, *TINY])
-    assert not capsys.readouterr().out
-
-
-def test_the_error_of_a_kind_is_that_of_its_parameters_together():
-    exact = {f"blocks.{i}.w": torch.full((2,), 1.0 + i) for i in range(2)} | {"norm.w": torch.ones(1)}
-    found = exact | {"blocks.1.w": torch.tensor([2.0, 3.0])}
-    assert gradients.errors(found, exact) == pytest.approx({"all": 11**-0.5, "blocks.*.w": 0.1**0.5, "norm.w": 0.0})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from llmtrain.checkpoint.format import index as indexes
@@ -23,7 +24,7 @@ from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.schema.config import Config
-from tests.support import checkpoints
+from tests.support import checkpoints, foundry
 from tests.support.conversion import CONFIGS, convert, publish, refused
 from tests.support.stores import flip
 from tests.support.tiny import tiny_config
@@ -267,3 +268,86 @@ def test_composers_file_of_an_mpt_says_itself_what_it_is(ranks, tmp_path, capsys
     assert published.config["model_type"] == "mpt"
     assert {name: published[name].tolist() for name in published} == {n: v.tolist() for n, v in expected.items()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ep0-ba0-rank0.pt", "hf", "tokenizer"]
+
+
+FOUNDRY = {  # as of 0.22: a section of LLM Foundry's YAML, and the tensors of a layer beyond the six of every MPT
+    "default": ({}, {"ffn.up_proj": (128, 32), "ffn.down_proj": (32, 128)}),
+    "wide, of fewer heads, with norms": (
+        {"expansion_ratio": 3, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "qk_ln": True}},
+        {"ffn.up_proj": (96, 32), "ffn.down_proj": (32, 96), "attn.q_ln": (32,), "attn.k_ln": (16,)},
+    ),
+    "gated, without biases": (
+        {
+            "no_bias": True,
+            "attn_config": {"rope": True},
+            "tie_word_embeddings": False,
+            "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}, "ffn_hidden_size": 48},
+        },
+        {"ffn.gate_proj": (48, 32), "ffn.up_proj": (48, 32), "ffn.down_proj": (32, 48)},
+    ),
+}
+
+
+def foundry_checkpoint(
+    changes: dict[str, Any], layer: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """LLM Foundry's `model` section of a model of two layers, and its tensors."""
+    section = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16, **changes}
+    kv = 16 if "kv_n_heads" in section.get("attn_config", {}) else 32
+    each = {"norm_1": (32,), "attn.Wqkv": (32 + 2 * kv, 32), "attn.out_proj": (32, 32), "norm_2": (32,), **layer}
+    shapes = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in each.items()} | {"norm_f": (32,)}
+    tensors = {f"transformer.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    if not section.get("no_bias"):
+        tensors |= {f"transformer.{name}.bias": torch.randn(shape[0]) for name, shape in shapes.items()}
+    if not section.get("attn_config", {}).get("rope"):
+        tensors["transformer.wpe.weight"] = torch.randn(16, 32)
+    tensors["transformer.wte.weight"] = torch.randn(64, 32)
+    if section.get("tie_word_embeddings", True) is False:
+        tensors["lm_head.weight"] = torch.randn(64, 32)
+    return section, tensors
+
+
+@pytest.mark.parametrize("form", ["file", "file with its config", "folder", "folder with its config", "Hugging Face"])
+@pytest.mark.parametrize("case", FOUNDRY)
+def test_forms_of_llm_foundrys_checkpoints(case, form, tmp_path, capsys):
+    section, tensors = foundry_checkpoint(*FOUNDRY[case])
+    state = {"model": {f"model.{name}": value for name, value in tensors.items()}}
+    state["optimizers"] = {"AdamW": {"state": {name: {"exp_avg": torch.zeros(2)} for name in state["model"]}}}
+    config = {"model_type": "mpt", "use_cache": False, "architectures": ["MPTForCausalLM"], **section}
+    state["integrations"] = {"huggingface": {"model": {"config": {"content": config}}}} if "config" in form else {}
+    source, options = tmp_path / "ep0-ba1-rank0.pt", []
+    if form.startswith("file"):
+        torch.save({"state": state, "rng": []}, source)
+    elif form.startswith("folder"):
+        dcp.save({"state": state}, checkpoint_id=source, no_dist=True)
+    else:
+        source.mkdir()
+        save_file(tensors, source / "model.safetensors")
+        (source / "config.json").write_text(json.dumps(config))
+    if form in ("file", "folder"):
+        ours = foundry.migrated(tmp_path, {"max_seq_len": 16, "train_loader.dataset.max_seq_len": 16, "model": section})
+        (tmp_path / "ours.yaml").write_text(ours.text)
+        assert "${data.seq_len}" in ours.text
+        options = ["--config", tmp_path / "ours.yaml"]
+    convert(capsys, "checkpoint", "convert", source, tmp_path / "out", "--to", "llmtrain", *options)
+    found = read(tmp_path / "out")
+    assert sum(value.numel() for value in found.values()) == sum(value.numel() for value in tensors.values())
+    first, theirs = "model.blocks.0", "transformer.blocks.0"
+    assert torch.equal(found[f"{first}.mixer.wqkv.weight"], tensors[f"{theirs}.attn.Wqkv.weight"].reshape(-1))
+    up = [
+        tensors[f"{theirs}.ffn.{name}.weight"] for name in ("gate_proj", "up_proj") if f"ffn.{name}" in FOUNDRY[case][1]
+    ]
+    assert torch.equal(found[f"{first}.mlp.w_in.weight"], torch.cat(up).reshape(-1))
+    for ours_name, name in (("positions", "wpe"), ("blocks.1.mixer.q_norm", "blocks.1.attn.q_ln")):
+        if f"transformer.{name}.weight" in tensors:
+            assert torch.equal(found[f"model.{ours_name}.weight"], tensors[f"transformer.{name}.weight"].reshape(-1))
+
+
+def test_llm_foundrys_model_in_hugging_faces_format_names_the_command_that_reads_it(tmp_path, capsys):
+    section, tensors = foundry_checkpoint({"expansion_ratio": 3}, {})
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpt", **section}))
+    assert "checkpoint convert FOLDER OUT --to llmtrain" in refused(capsys, "import", tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpt", **section, "logit_scale": 0.5}))
+    said = refused(capsys, "checkpoint", "convert", tmp_path, tmp_path / "out", "--to", "llmtrain")
+    assert "logit_scale = 0.5: logits are not scaled" in said

@@ -45,7 +45,7 @@ def test_the_same_seed_says_the_same_and_another_something_else(run, capsys):
 
 def test_a_file_of_prompts_is_answered_in_order_whatever_the_batches(run, tmp_path, capsys):
     prompts = ["the quick brown", "a\u2028b\x85c\x0cd", "fox jumps over the lazy dog", ""]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "prompts.txt").write_text("\ufeff" + "\n".join(prompts) + "\n")
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "id": 3}, ensure_ascii=False) + "\n" for p in prompts)
     )

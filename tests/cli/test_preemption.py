@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.test_train import LAUNCHERS, command, wait_for
 from tests.support.project import LLMTRAIN, Project, living, stop
-from tests.support.slurm import ROOT, Cluster
+from tests.support.slurm import Cluster
 
 ENDLESS = {"train.duration": "100000 steps", "checkpoint.interval": "50000 steps", "schedule.type": "constant"}
 
@@ -119,7 +119,6 @@ def test_a_signal_to_one_rank_reaches_all(project):
 def test_a_slurm_job_saves_before_its_time_limit_and_goes_on_when_it_is_started_again(project):
     project.write(ENDLESS | {"train.microbatch_size": 4})
     cluster = Cluster(project.folder, real_torchrun=True)
-    (project.folder / "scripts").symlink_to(ROOT / "scripts")
     process = cluster.start("run.yaml")
     try:
         wait_for(lambda: steps(project) > 3)

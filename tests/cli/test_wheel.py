@@ -11,12 +11,15 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from scripts.build_wheels import main, repack, repacked_packages
+from llmtrain.versions import versions
+from scripts.build_wheels import POST, main, repack, repacked_packages
 from tests.support.dockerfile import copy_context, stages, stages_of
+from tests.support.package_index import PackageIndex
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -59,11 +62,11 @@ def test_without_pip_the_script_says_how_to_get_it_and_makes_nothing(tmp_path, m
 def test_a_repacked_wheel_has_the_same_code_and_says_what_was_changed(upstream, tmp_path):
     (tmp_path / "out").mkdir()
     made = repack(upstream, tmp_path / "out", {"torch": "torch==2.11.*", "numpy": "numpy>=2"})
-    assert made.name == "mosaic_x-1.2+llmtrain1-py3-none-any.whl"
+    assert made.name == "llmtrain_mosaic_x-1.2.post1-py3-none-any.whl"
     assert read(made, "x/__init__.py") == "y = 1\n"
-    assert read(made, "mosaic_x-1.2+llmtrain1.dist-info/licenses/LICENSE") == "Apache\n"
-    metadata = email.message_from_string(read(made, "mosaic_x-1.2+llmtrain1.dist-info/METADATA"))
-    assert metadata["Version"] == "1.2+llmtrain1"
+    assert read(made, "llmtrain_mosaic_x-1.2.post1.dist-info/licenses/LICENSE") == "Apache\n"
+    metadata = email.message_from_string(read(made, "llmtrain_mosaic_x-1.2.post1.dist-info/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("llmtrain-mosaic-x", "1.2.post1")
     assert metadata.get_all("Requires-Dist") == ["torch==2.11.*", "torch_optimizer<0.4", 'torch; extra == "dev"']
     note, _, description = str(metadata.get_payload()).partition("The authors' description follows.\n\n")
     assert "    torch==2.11.*  (was torch<2.7.1,>=2.6.0)\n" in note and "numpy" not in note
@@ -76,19 +79,34 @@ def test_a_repacked_wheel_is_the_same_each_time_and_installs(upstream, tmp_path)
         (tmp_path / name).mkdir()
         wheels.append(repack(upstream, tmp_path / name, {"torch": "torch>=2"}))
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
-    record = [line.split(",") for line in read(wheels[0], "mosaic_x-1.2+llmtrain1.dist-info/RECORD").splitlines()]
+    record = [line.split(",") for line in read(wheels[0], "llmtrain_mosaic_x-1.2.post1.dist-info/RECORD").splitlines()]
     with zipfile.ZipFile(wheels[0]) as opened:
         assert [row[0] for row in record] == opened.namelist()
     # sha256 of "y = 1\n" in RECORD's form, as `pip wheel` writes it
     assert record[0][1:] == ["sha256=X1RaJADDdbPmRZ1aaJBqYzYrUjwkZzK5nSwAwVqihlE", "6"]
 
 
-def test_uv_overrides_what_the_repacked_wheels_allow():
-    """In a checkout uv takes the authors' wheels of the same versions."""
+def test_a_checkout_takes_the_authors_wheels_of_the_repacked_versions():
     packages = repacked_packages(PYPROJECT["project"]["dependencies"])
     assert list(packages) == ["mosaicml", "mosaicml-streaming"]
-    overrides = PYPROJECT["tool"]["uv"]["override-dependencies"]
-    assert {f"{name}=={version}" for name, version in packages.items()} < set(overrides)
+    for name, version in packages.items():
+        folder = ROOT / PYPROJECT["tool"]["uv"]["sources"][f"llmtrain-{name}"]["path"]
+        stand_in = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert (stand_in["name"], stand_in["version"]) == (f"llmtrain-{name}", f"{version}{POST}")
+        assert stand_in["dependencies"] == [f"{name}=={version}"]
+
+
+def test_versions_are_the_authors_for_repacked_packages(tmp_path, monkeypatch):
+    for folder, version in (("llmtrain_mosaic_x-1.2.post1", "1.2.post1"), ("mosaic_y-2.0+cu", "2.0+cu")):
+        name = folder.partition("-")[0].replace("_", "-")
+        (tmp_path / f"{folder}.dist-info").mkdir()
+        (tmp_path / f"{folder}.dist-info/METADATA").write_text(
+            f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions("mosaic-x", "mosaic-y") == {"mosaic-x": "1.2", "mosaic-y": "2.0"}
+    with pytest.raises(PackageNotFoundError, match=r"for mosaic-z$"):
+        versions("mosaic-z")
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
@@ -102,7 +120,13 @@ def test_a_target_installs_the_wheels_of_a_stage_that_copies_what_they_are_built
     for name in ("pyproject.toml", project["readme"], *project["license-files"], *inside):
         assert (tmp_path / name).exists(), f"{name} is not copied"
     lines = "\n".join(stages()[target].lines)
-    assert re.search(r"uv pip install [^&\n]* wheels/\*\.whl(\s|$)", lines)
+    assert re.search(
+        r"uv pip install [^&\n]* wheels/llmtrain\S*\.whl|uv pip install [^&\n]* wheels/\*\.whl(\s|$)", lines
+    )
+    extras = ",".join(sorted(PYPROJECT["project"]["optional-dependencies"]))
+    assert "-r pyproject.toml --all-extras" in lines or f"[{extras}]" in lines
+    assert "libibverbs1 ibverbs-providers" in lines  # NCCL loads them by name, and falls back to sockets without
+    assert "packages.txt" in lines
     assert f"UV_NO_CONFIG=1 UV_EXCLUDE_NEWER={PYPROJECT['tool']['uv']['exclude-newer']}" in " ".join(lines.split())
 
 
@@ -139,7 +163,8 @@ def test_the_wheel_holds_the_package_the_yamls_and_the_tasks(made):
     with zipfile.ZipFile(wheel) as opened:
         inside = {name for name in opened.namelist() if ".dist-info/" not in name}
     expected = {"llmtrain_lm_eval.py"}
-    for top, place in (("llmtrain", ""), ("eval", "llmtrain/shipped/"), ("yamls", "llmtrain/shipped/")):
+    shipped = ("eval", "scripts/kubernetes", "scripts/slurm", "yamls")
+    for top, place in (("llmtrain", ""), *((top, "llmtrain/shipped/") for top in shipped)):
         files = [file for file in (ROOT / top).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
         expected |= {place + file.relative_to(ROOT).as_posix() for file in files}
     assert inside == expected
@@ -149,16 +174,21 @@ def test_the_wheel_holds_the_package_the_yamls_and_the_tasks(made):
 def test_the_quickstart_trains_in_an_empty_folder(made, tmp_path):
     wheels, venv = made
     uv = os.environ.get("UV") or "uv"
-    # As in the Dockerfile, without the overrides of pyproject.toml: so the wheels' own requirements must do, as for pip.
-    run(
-        *(uv, "pip", "install", "--quiet", "--no-config", "--python", venv / "bin/python"),
-        *("--exclude-newer", PYPROJECT["tool"]["uv"]["exclude-newer"], *wheels),
-        cwd=tmp_path,
-    )
+    # By name, from an index beside the public one, without the overrides of pyproject.toml: so the wheels' own requirements must
+    # do, as for pip.
+    newest = PYPROJECT["tool"]["uv"]["exclude-newer"]
+    with PackageIndex(wheels, upload_time=newest.replace("15T", "14T")) as index:
+        run(
+            *(uv, "pip", "install", "--quiet", "--no-config", "--python", venv / "bin/python"),
+            *("--index", f"{index.url}/simple/", "--exclude-newer", newest, "llmtrain"),
+            cwd=tmp_path,
+        )
     run(venv / "bin/pip", "check", cwd=tmp_path)
     llmtrain = venv / "bin/llmtrain"
     said = run(llmtrain, "check", "quickstart", "eval.icl={file: quick, interval: 100 steps}", cwd=tmp_path)
     assert f"quickstart ({venv.resolve()}/lib/" in said
+    assert "kubernetes/pretrain.yaml" in run(llmtrain, "launchers", "jobs", cwd=tmp_path)
+    assert (tmp_path / "jobs/slurm/pretrain.sbatch").read_text() == (ROOT / "scripts/slurm/pretrain.sbatch").read_text()
     library = sysconfig.get_path("stdlib")
     said = run(
         *(llmtrain, "train", "quickstart", f"data.prepare.sources=[{library}/asyncio, {library}/email]"),

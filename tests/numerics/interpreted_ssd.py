@@ -54,7 +54,7 @@ def assert_agrees(spec: SSDSpec, batch: int, seq_len: int, with_state: bool, lau
     tensors = support.scan_inputs(spec, batch, seq_len, torch.float32, with_state)
     ours, expected = support.scan_outcome(TritonSSD(spec, launch), tensors), support.exact_scan(spec, tensors)
     assert all(t.dtype == torch.float32 for t in ours.values())
-    support.assert_agrees([*ours.values()], [*expected.values()])
+    support.assert_scans_agree(ours, expected, 1e-4)
 
 
 FP32: Any = {"dtype": "float32"}
@@ -99,7 +99,7 @@ def test_wide_heads_are_split(head_dim, at_most, num_sms, halves):
     kernel, reference = TritonSSD(spec, launch), ReferenceSSD(spec)
     ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
     expected = support.scan_outcome(lambda *t: reference(*t, document_ids=ids), tensors, wide=True)
-    support.assert_agrees([*ours.values()], [*expected.values()])
+    support.assert_scans_agree(ours, expected, 1e-4)
 
 
 def as_for_large_states(launch: Launch, **passing: Any) -> Launch:
@@ -214,7 +214,7 @@ def test_packed_documents_equal_the_documents_apart(lengths, num_sms, halves, d_
 
     ours = support.scan_outcome(lambda *t: kernel(*t, document_ids=ids), tensors)
     expected = support.scan_outcome(apart, tensors, wide=True)
-    support.assert_agrees([*ours.values()], [*expected.values()])
+    support.assert_scans_agree(ours, expected, 1e-4)
 
 
 FP16_STATES = list(itertools.product([False, True], [16, 64], [0.0, 5.0], [(24, 1), (24, 1000), (70, 1), (70, 1000)]))

@@ -28,7 +28,7 @@ def stages() -> dict[str, Stage]:
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         if found := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
             stage = made[found[2]] = Stage(found[2], {found[1]})
-        elif line:
+        elif line and not (stage is None and line.startswith("ARG ")):
             assert stage is not None, line
             stage.lines.append(line)
             if found := re.match(r"COPY --from=(\S+) ", line):

@@ -42,7 +42,7 @@ raise SystemExit(143)
 
 
 class Cluster:
-    """`calls` is what was called, and what the ranks heard. With real_torchrun, scripts/train.py runs on two ranks."""
+    """`calls` is what was called, and what the ranks heard. With real_torchrun, `llmtrain train` runs on two ranks."""
 
     def __init__(self, folder: Path, real_torchrun: bool = False):
         self.folder = folder

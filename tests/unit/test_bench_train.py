@@ -303,3 +303,10 @@ def test_a_failure_is_named_below_the_table():
     assert "- y: CUDA out of memory" in text and "| 41.00 |" in text
     assert len(as_csv([result, {"name": "y", "error": "?"}]).splitlines()) == 2
     assert json.loads(json.dumps(result)) == result
+
+
+def test_a_line_separator_within_a_result_does_not_end_its_line(tmp_path):
+    (tmp_path / "r.jsonl").write_text(
+        json.dumps({"name": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    assert list(command.read_results(tmp_path / "r.jsonl")) == ["a\u2028b\x85c"]

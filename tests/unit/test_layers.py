@@ -15,8 +15,8 @@ import llmtrain
 
 ROOT = Path(llmtrain.__file__).parents[1]
 ORDER = """
-errors logs progress config kernels models objectives schema distributed data checkpoint flops adapt plan generate convert eval
-train bench doctor commands cli
+errors logs progress versions config kernels models objectives schema distributed data checkpoint flops adapt plan generate convert
+eval train bench doctor commands cli
 """
 FLOORS: tuple[str, ...] = tuple(ORDER.split())
 """From low to high: a file imports from its own floor and from lower ones."""
@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "llmtrain.errors",
     "llmtrain.logs",
     "llmtrain.progress",
+    "llmtrain.versions",
     "llmtrain.config.*",
     "llmtrain.schema.*",
     "llmtrain.convert.foundry.*",

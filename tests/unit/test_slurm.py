@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.support.slurm import ROOT, Cluster
+from tests.support.slurm import Cluster
 
 
 @pytest.fixture
@@ -17,9 +17,8 @@ def test_torchrun_starts_on_each_node(cluster):
     assert cluster.submit("run.yaml", "train.microbatch_size=4") == 0
     expected = "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 4711.0.0 --rdzv-endpoint n1:24711"
     assert expected in cluster.calls
-    assert cluster.calls.rstrip().endswith("scripts/train.py run.yaml train.microbatch_size=4")
+    assert cluster.calls.rstrip().endswith("-m llmtrain train run.yaml train.microbatch_size=4")
     assert "NODE_RANK=1 " in cluster.calls
-    assert (ROOT / "scripts" / "train.py").exists()
     assert "requeue" not in cluster.calls
 
 

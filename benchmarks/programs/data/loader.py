@@ -140,7 +140,7 @@ def wait(args: argparse.Namespace, report: Report) -> None:
         finally:
             store.kill()
             store.wait()
-        rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().split("\n")[:-1]]
         fetched = len(list(Path(folder, "cache").glob("*.mds")))
     steps = [(row["throughput/step_seconds"], row["throughput/data_wait_seconds"]) for row in rows if _WAIT in row]
     median, waits = statistics.median(step for step, _ in steps), [found for _, found in steps]

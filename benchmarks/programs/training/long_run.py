@@ -117,8 +117,8 @@ def measured(metrics: Path) -> list[Row]:
     """Complete lines of steps that have a duration."""
     if not metrics.is_file():
         return []
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [row for row in (json.loads(line) for line in lines if line.endswith("\n")) if STEP in row]
+    *lines, _ = metrics.read_text(encoding="utf-8").split("\n")  # what follows the last line break is not complete
+    return [row for row in map(json.loads, lines) if STEP in row]
 
 
 class Sheets:

@@ -98,7 +98,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """The newest result of each case by name; a line that was cut off is none."""
     found: dict[str, dict[str, Any]] = {}
     if path.exists():
-        for line in read_text(path).splitlines():
+        for line in read_text(path).split("\n"):  # not splitlines(): U+2028 ends no line
             try:
                 result = json.loads(line)
                 found[result["name"]] = result

@@ -102,9 +102,10 @@ def _watch(process: subprocess.Popen, metrics: Path, steps: int, deadline: float
             sys.exit(143)
         ended = process.poll() is not None
         with contextlib.suppress(FileNotFoundError):
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            read = [json.loads(line) for line in lines if line.endswith("\n")]
-            rows = [row for row in read if _STEP in row]
+            *lines, _ = metrics.read_text(encoding="utf-8").split(
+                "\n"
+            )  # what follows the last line break is not complete
+            rows = [row for row in map(json.loads, lines) if _STEP in row]
         if ended:
             break
         time.sleep(_POLL_SECONDS)

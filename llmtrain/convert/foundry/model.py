@@ -8,7 +8,7 @@ from typing import Any
 
 from llmtrain.convert.foundry.hf_model import hf_model, read_config
 from llmtrain.convert.foundry.keys import MAPPED, meaning
-from llmtrain.convert.foundry.settings import Notes, Settings, note_unread
+from llmtrain.convert.foundry.settings import Note, Notes, Settings, note_unread
 
 _EXACT_ACTIVATIONS = {("mptmlp", "gelu"): "gelu", ("mptglu", "gelu"): "geglu", ("mptglu", "silu"): "swiglu"}
 _NAMES = ("mpt_causal_lm", "hf_causal_lm")
@@ -20,7 +20,9 @@ def read_model(model: Settings, seq_len: int | None) -> dict[str, Any]:
     if name == "hf_causal_lm":
         config = read_config(model)
         section = (
-            _published_mpt(model, config) if config and config.get("model_type") == "mpt" else hf_model(model, config)
+            published_mpt(Settings(config, model.notes, f"{model.path}.pretrained_model_name_or_path"))
+            if config and config.get("model_type") == "mpt"
+            else hf_model(model, config)
         )
         return _with_seq_len(section, seq_len)
     if name not in _NAMES:
@@ -34,14 +36,13 @@ def _with_seq_len(section: dict[str, Any], seq_len: int | None) -> dict[str, Any
     return section
 
 
-def _published_mpt(model: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def published_mpt(settings: Settings) -> dict[str, Any]:
     """Our section from MPT's config.json, which has the keys of LLM Foundry's own section among others."""
-    settings = Settings(config, model.notes, f"{model.path}.pretrained_model_name_or_path")
     section = _mpt(settings, None)
     for path, value in settings.unread():
         key = path.removeprefix(f"{settings.path}.")
         if (found := meaning(f"model.{key}")) and found.kind == "missing" and value not in found.harmless:
-            model.left("pretrained_model_name_or_path", f"its {key} is {value}: {found.text}")
+            settings.notes.left.append(Note(path, value, found.text))
     return section
 
 

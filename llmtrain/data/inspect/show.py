@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.inspect.sample_documents import SourceDocument
+from llmtrain.data.shards.packing import document_ends
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
 _BORDER, _SPECIAL, _PLAIN = "\x1b[36m", "\x1b[33m", "\x1b[0m"
@@ -23,10 +24,11 @@ def printable(text: str) -> str:
 
 
 class SampleView:
-    """Lines for samples. tokenizer: None shows numbers; colour: for a terminal."""
+    """Lines for samples. tokenizer: None shows numbers; begins: see document_ends; colour: for a terminal."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, eod_id: int | None, colour: bool):
-        self._tokenizer, self._eod_id, self._colour = tokenizer, eod_id, colour
+    def __init__(self, tokenizer: TextTokenizer | None, begins: bool | None, colour: bool):
+        self._tokenizer, self._begins, self._colour = tokenizer, begins, colour
+        self._eod_id = tokenizer.eod_id if tokenizer else None
 
     def lines(self, title: str, tokens: NDArray, documents: Sequence[SourceDocument] | None) -> Iterator[str]:
         """A title, then each document: where it is from and which tokens it has, its text, and the token that ends it.
@@ -61,7 +63,7 @@ class SampleView:
         end = len(tokens) - self._padding(tokens, None)
         if self._eod_id is None:
             return [(0, end, "")] if end else []
-        ends = (np.flatnonzero(tokens[:end] == self._eod_id) + 1).tolist()
+        ends = (np.flatnonzero(document_ends(tokens[:end], self._eod_id, self._begins)) + 1).tolist()
         borders = [0, *ends] if ends and ends[-1] == end else [0, *ends, end]
         return [(low, high, "") for low, high in itertools.pairwise(borders) if low < high]
 

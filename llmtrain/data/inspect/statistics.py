@@ -17,7 +17,9 @@ from llmtrain.data.partitions.merge import RESTS
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import DocumentTable, PartitionDocuments, Sources, read_documents, read_sources
 from llmtrain.data.shards.best_fit import Layout
+from llmtrain.data.shards.packing import document_ends
 from llmtrain.data.shards.stored_stream import StoredStream
+from llmtrain.data.tokenize.end_of_document import DocumentEnds
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -142,21 +144,21 @@ def special_tokens(tokenizer: TextTokenizer | None) -> dict[int, str]:
 
 
 def stream_statistics(
-    stream: StoredStream, eod_id: int | None, counts: dict[str, int] | None, advance: Callable[[int], None]
+    stream: StoredStream, ends: DocumentEnds | None, counts: dict[str, int] | None, advance: Callable[[int], None]
 ) -> list[SourceStatistics]:
     """Statistics of each source of a stream; of a stream that does not record its documents, of all of it.
 
-    eod_id: ends a document; lengths of such a stream need it. counts: of its split, in the manifest. advance: called with the
+    ends: of documents; lengths of such a stream need them. counts: of its split, in the manifest. advance: called with the
     samples of each shard that was read. Raises ShardError for a shard that is damaged.
     """
     sources = read_sources(stream.root / REPORTS) if stream.root is not None else None
     if sources is None:
-        return [_undivided(stream, eod_id, counts, advance)]
+        return [_undivided(stream, ends, counts, advance)]
     return _by_source(stream, sources, advance)
 
 
 def _undivided(
-    stream: StoredStream, eod_id: int | None, counts: dict[str, int] | None, advance: Callable[[int], None]
+    stream: StoredStream, ends: DocumentEnds | None, counts: dict[str, int] | None, advance: Callable[[int], None]
 ) -> SourceStatistics:
     found = SourceStatistics(stream.name)
     if counts is not None:
@@ -165,12 +167,12 @@ def _undivided(
     for number in range(len(stream.index.shards)):
         tokens = stream.tokens(number)
         found.count(tokens)
-        if eod_id is not None:
-            ends = np.flatnonzero(tokens.ravel() == eod_id) + 1
-            found.lengths.add(np.diff(ends, prepend=-open_tokens))
-            open_tokens = tokens.size - int(ends[-1]) if len(ends) else open_tokens + tokens.size
+        if ends is not None:
+            places = np.flatnonzero(document_ends(tokens.ravel(), *ends)) + 1
+            found.lengths.add(np.diff(places, prepend=-open_tokens))
+            open_tokens = tokens.size - int(places[-1]) if len(places) else open_tokens + tokens.size
         advance(len(tokens))
-    if found.documents is None and eod_id is not None:
+    if found.documents is None and ends is not None:
         found.documents = found.lengths.count
     return found
 

@@ -7,6 +7,8 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
+from llmtrain.data.shards.packing import document_ends
+
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""
 
@@ -25,7 +27,7 @@ class Batch(TypedDict):
 
 
 class PackedBatch(Batch):
-    """document_ids: int32 [batch, seq_len], end-of-document tokens before each token of its sequence."""
+    """document_ids: int32 [batch, seq_len], documents that end before each token of its sequence."""
 
     document_ids: torch.Tensor
 
@@ -52,13 +54,13 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
     )
 
 
-def collate_packed(samples: list[dict[str, Any]], eod_id: int) -> PackedBatch:
+def collate_packed(samples: list[dict[str, Any]], eod_id: int, begins: bool | None = None) -> PackedBatch:
     """Stack samples with document ids; the first token of a document is no label of the token before it.
 
-    eod_id: id of the end-of-document token.
+    eod_id, begins: as in document_ends.
     """
     batch = collate(samples)
-    ends = batch["input_ids"] == eod_id
+    ends = torch.from_numpy(document_ends(batch["input_ids"].numpy(), eod_id, begins))
     batch["labels"][ends] = IGNORED
     batch["label_counts"] = (batch["labels"] != IGNORED).sum(1)
     # Shards do not record how much text the removed labels stand for.

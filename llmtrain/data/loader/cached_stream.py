@@ -64,6 +64,8 @@ class CachedStream:
             raise ShardError(f"{self.folder} holds no index.json of MDS shards")
         if not index.samples:
             raise ShardError(f"{self.folder} holds no samples")
+        if fault := index.token_fault():
+            raise ShardError(f"{self.folder}/index.json: {fault}")
         if index.hash_algorithm is None:
             run_log.warning(
                 f"{self.folder}: the index holds no hashes, so damage to the shards is noticed only where it changes their "

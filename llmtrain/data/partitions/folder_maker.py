@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer, trai
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
+from llmtrain.versions import version
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class FolderMaker:
             counts = merge(
                 folder, config, tokenizer.vocab_size, self._marks(tokenizer), partitions, reports, self.passed_over
             )
+        first = counts.pop("first_token")
         manifest = {
             "fingerprint": fingerprint(inputs),
             "inputs": inputs,
@@ -130,6 +131,11 @@ class FolderMaker:
                 "eod_token": tokenizer.eod_token,
                 "eod_id": tokenizer.eod_id,
                 "digest": hashlib.blake2b(read_bytes(folder / "tokenizer/tokenizer.json"), digest_size=16).hexdigest(),
+                **(
+                    {"begin_id": first}
+                    if first is not None and first in (tokenizer.eod_id, tokenizer.role_id("bos"))
+                    else {}
+                ),
             },
             "seq_len": config.seq_len,
             "dtype": token_dtype(tokenizer.vocab_size),

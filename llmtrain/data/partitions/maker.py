@@ -115,6 +115,7 @@ class _Attempt:
         self.maker, self.partition = maker, partition
         self.left_out = frozenset(duplicates.tolist() if duplicates is not None else ())
         self.copies: list[tuple[int, int]] = []
+        self.first_token: int | None = None
         self.duplicate_count = 0
         settings = self.settings = maker.settings
         self._unreported_bytes = 0  # stored bytes of the slice that advance() was not called with yet
@@ -288,6 +289,8 @@ class _Attempt:
     def _take(self, batch: EncodedBatch, records: NDArray[np.int64], origins: NDArray[np.int64]) -> None:
         """Pack a batch. records, origins: of each piece, its number and that of its slice."""
         self.read_bytes += int(batch.text_bytes.sum())
+        if self.first_token is None and len(batch.tokens) and batch.tokens[0] > 1:
+            self.first_token = int(batch.ids[0])
         for name, writer in self.writers.items():
             held = writer.held_out
             chosen = batch.held_out == held
@@ -325,6 +328,7 @@ class _Attempt:
             passed_over_bytes=self.passed_over_bytes,
             duplicate_count=self.duplicate_count,
             copies=self.copies,
+            first_token=self.first_token,
         )
         layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}
         replace_file(arrays_path(settings.folder, id), pack_arrays(arrays))

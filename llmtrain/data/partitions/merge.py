@@ -102,6 +102,7 @@ def merge(
             path.unlink()
     bad = [record for report in reports for record in report.bad]
     return {
+        "first_token": next((one.first_token for one in reports if one.first_token is not None), None),
         "splits": splits,
         "skipped": {
             "count": sum(report.bad_count + report.passed_over_count for report in reports),

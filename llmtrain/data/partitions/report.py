@@ -49,6 +49,8 @@ class PartitionReport:
     duplicate_count: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     """The first of them, each as the number of its slice and of its record there: see provenance.DocumentTable."""
+    first_token: int | None = None
+    """Of the first document with more than one."""
 
     def arrays(self, folder: Path) -> dict[str, NDArray]:
         """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""

@@ -153,6 +153,8 @@ def _check_index(index: Index, path: str, stream: StreamConfig, seq_len: int) ->
     elif not index.has_tokens():
         columns = ", ".join(index.shards[0]["column_names"])
         yield Problem(path, stream.local, f"the shards have no column 'tokens' (columns: {columns})")
+    elif fault := index.token_fault():
+        yield Problem(path, stream.local, f"{index.folder}/index.json: {fault}")
     else:
         for length in index.seq_lens() - {None, seq_len}:
             yield Problem(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import math
 import os
 import re
 from collections import Counter
@@ -43,6 +45,9 @@ _ENCODINGS = (
     | _NUMBERS
 )
 """Encodings of columns, before the colon, that are plain data. MDS has one more, pkl."""
+_TOKEN_ENCODING = re.compile(r"bytes|ndarray(:u?int(8|16|32|64)(:\d+)?)?")
+"""Encodings of tokens: LLM Foundry's older shards have bytes, of int64."""
+_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 _OF_ANY_LENGTH = {"shake_128", "shake_256"}
 
 
@@ -74,6 +79,36 @@ class Index:
 
     def has_tokens(self) -> bool:
         return all(any(name in kind["column_names"] for name in TOKEN_COLUMNS) for kind in self.shards.kinds)
+
+    def token_fault(self) -> str | None:
+        """Reason why a column of tokens cannot hold them by its encoding; None if all can."""
+        return next((fault for kind in self.shards.kinds if (fault := _token_fault(kind))), None)
+
+
+def _token_fault(kind: dict[str, Any]) -> str | None:
+    encodings = dict(zip(kind["column_names"], kind["column_encodings"], strict=True))
+    name = next((name for name in TOKEN_COLUMNS if name in encodings), None)
+    if name is None or _TOKEN_ENCODING.fullmatch(encodings[name]):
+        return None
+    return (
+        f"column_encodings of the column '{name}' is {encodings[name]!r}; tokens are one row of integers (ndarray:uint16:LENGTH, "
+        "ndarray:int32, bytes of int64)"
+    )
+
+
+def _encoded_size(encoding: str) -> int | None:
+    """Bytes of a column's value; None where the encoding leaves them to each sample."""
+    kind, *rest = encoding.split(":")
+    if kind == "ndarray" and rest and rest[0] not in _NUMBERS:
+        raise ValueError(rest[0])
+    if kind == "ndarray" and len(rest) == 2:
+        return _number_size(rest[0]) * math.prod(map(int, rest[1].split(",")))
+    return 8 if kind == "int" else _number_size(kind) if kind in _NUMBERS else None
+
+
+def _number_size(kind: str) -> int:
+    """Bytes of one of _NUMBERS."""
+    return int(kind.lstrip("uintfloa")) // 8
 
 
 def _seq_len(kind: dict[str, Any]) -> int | None:
@@ -162,12 +197,28 @@ def verify_shard(file: BinaryIO, shard: dict[str, Any], algorithm: str | None) -
     samples = int.from_bytes(file.read(4), "little")
     if samples != shard["samples"]:
         return f"it holds {samples:,} samples; the index says {shard['samples']:,}"
+    for key, own in _own_columns(file, samples).items():
+        if own != shard[key]:
+            return f"its {key} are {own}; the index says {shard[key]}"
     if algorithm is not None:
         file.seek(0)
         found = hashlib.file_digest(file, _hasher(algorithm)).hexdigest()  # type: ignore[arg-type]
         if found != raw["hashes"][algorithm]:
             return f"its {algorithm} is not the one in the index"
     return None
+
+
+def _own_columns(file: BinaryIO, samples: int) -> dict[str, Any]:
+    """The columns by the shard itself: StreamingDataset's writers keep the index's settings between offsets and samples."""
+    begin = 4 * (samples + 2)
+    file.seek(4)
+    end = int.from_bytes(file.read(4), "little")
+    file.seek(begin)
+    try:
+        found = json.loads(file.read(min(max(end - begin, 0), _LONGEST_SETTINGS)))
+        return {key: found[key] for key in _COLUMNS if key in found}
+    except (ValueError, TypeError, RecursionError):
+        return {}
 
 
 def hash_of(algorithm: str, content: bytes) -> str | None:
@@ -185,6 +236,7 @@ def _hasher(algorithm: str) -> Callable[[], Any]:
     return lambda: hashlib.new(algorithm)
 
 
+_LONGEST_SETTINGS = 1 << 20
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
@@ -232,6 +284,15 @@ class _Shard(BaseModel):
             raise setting_error("column_names, column_encodings and column_sizes differ in length")
         if (self.compression is None) != (self.zip_data is None):
             raise setting_error("compression and zip_data are given together, or neither is")
+        for name, encoding, size in zip(self.column_names, self.column_encodings, self.column_sizes, strict=True):
+            try:
+                needed = _encoded_size(encoding)
+            except ValueError:
+                raise setting_error(f"column_encodings of the column '{name}': {encoding!r} is no encoding") from None
+            if needed is not None and size != needed:
+                raise setting_error(
+                    f"column_sizes of '{name}' is {size}, its column_encodings is {encoding}, of {needed} bytes"
+                )
         for part in (self.raw_data, self.zip_data):
             if part and (missing := set(self.hashes) - set(part.hashes)):
                 raise setting_error(f"{part.basename} has no {min(missing)}, which hashes promises")

@@ -20,6 +20,25 @@ def pack(rest: NDArray, stream: NDArray, seq_len: int) -> tuple[NDArray, NDArray
     return joined[:whole].reshape(-1, seq_len), joined[whole:].copy()
 
 
+def document_ends(tokens: NDArray, eod_id: int, begins: bool | None = None) -> NDArray[np.bool_]:
+    """True at the tokens that end a document. tokens: [..., seq_len], each sequence by itself.
+
+    begins: documents begin with the end-of-document token too (BOS = EOS): then one between another, or the sequence's start, and
+    text opens a document. None: unknown; True of a sequence where text follows such a pair, and never a lone one.
+    """
+    ends = tokens == eod_id
+    if begins is False:
+        return ends
+    behind = np.ones_like(ends)
+    behind[..., 1:] = ends[..., :-1]
+    before_text = np.zeros_like(ends)
+    before_text[..., :-1] = ends[..., :-1] & ~ends[..., 1:]
+    opens = before_text & behind
+    if begins is None:
+        opens &= (opens[..., 1:].any(-1) & ~(before_text & ~behind).any(-1))[..., None]
+    return ends & ~opens
+
+
 def is_held_out(name: str, seed: int, fraction: float) -> bool:
     """Return True for documents of the validation split: a hash of seed and name, uniform in [0, 1), is below `fraction`."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.inspect.sample_documents import SampleDocuments
-from llmtrain.data.partitions.prepared_folder import MANIFEST
+from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
 from llmtrain.data.shards.index import TOKEN_COLUMNS, Index, ShardError, parse_index, read_index, verify_shard
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, TextTokenizer, load_tokenizer
@@ -58,6 +58,8 @@ class StoredStream:
     def _decoded(self, shard: int) -> NDArray:
         entry = self.index.shards[shard]
         raw = self.content(shard)
+        if fault := self.index.token_fault():
+            raise ShardError(f"{self.places[0]}/index.json: {fault}")
         if damage := verify_shard(io.BytesIO(raw), entry, self.index.hash_algorithm):
             raise ShardError(f"the shard {entry['raw_data']['basename']} of {self.places[0]} is damaged: {damage}")
         return decode_tokens(raw, entry)
@@ -83,6 +85,11 @@ class StoredStream:
         """The folder of `prepare` that it is a split of; None for shards of others, or in a store."""
         place = self.places[0]
         return Path(place).parent if not is_remote(place) and Path(place).parent.joinpath(MANIFEST).is_file() else None
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest in `root`. Raises PrepareError for one that is damaged."""
+        return read_manifest(self.root) if self.root is not None else None
 
     def is_in(self, folder: Path) -> bool:
         """True if it is a split of that prepared folder."""

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.shards.packing import document_ends
 from llmtrain.data.sources.compression import DAMAGES
 from llmtrain.data.sources.records import BadRecord, SetAside, Slice
 from llmtrain.data.sources.storage import open_file
@@ -199,10 +200,15 @@ def _npy(part: Slice, stream: BinaryIO, vocab_size: int, eod_id: int) -> TokenSl
     if rest:
         raise _Fault(f"its {part.file.size - offset:,} bytes are no multiple of {itemsize}, the bytes of a token")
     begin, end = (min(max(-(-(byte - offset) // itemsize), 0), total) for byte in (part.begin, part.end))
-    before = min(begin, 1)  # the token before tells whether a document begins here
-    stream.seek(offset + (begin - before) * itemsize)
-    ids = _array(stream, dtype, end - begin + before)
-    ends = np.flatnonzero(ids == eod_id) + 1
+    stream.seek(offset)
+    opened = total > 0 and int(_array(stream, dtype, 1)[0]) == eod_id  # documents begin with it too
+    # The token before decides whether a document begins here; those around an end, whether it is one.
+    before, first, last = min(begin, 1), max(begin - 2, 0), min(end + 1, total)
+    stream.seek(offset + first * itemsize)
+    around = _array(stream, dtype, last - first)
+    here = slice(begin - before - first, end - first)
+    ids, ends = around[here], np.flatnonzero(document_ends(around, eod_id, opened)[here]) + 1
+    stream.seek(offset + end * itemsize)
     if before:
         if not len(ends) or begin == end:
             return TokenSlice(ids[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), "token")

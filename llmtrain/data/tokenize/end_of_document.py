@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtrain.config.base import Problem
 from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
 from llmtrain.data.shards.index import ShardError
 from llmtrain.schema.data import DataConfig, StreamConfig
+
+
+class DocumentEnds(NamedTuple):
+    """Tokens that end documents: the arguments of packing.document_ends."""
+
+    eod_id: int
+    begins: bool | None
+
+
+def recorded_begins(manifest: dict[str, Any] | None) -> bool | None:
+    """True if documents begin with the end-of-document token too, by a manifest of `llmtrain prepare`; None without one. Earlier
+    versions recorded nothing, and their documents keep the borders that they had."""
+    return None if manifest is None else manifest["tokenizer"].get("begin_id") == manifest["tokenizer"]["eod_id"]
 
 
 def check_documents(data: DataConfig) -> Iterator[Problem]:
@@ -25,8 +38,8 @@ def check_documents(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.mask_documents", data.mask_documents, str(error))
 
 
-def end_of_document(data: DataConfig) -> int | None:
-    """Id of the end-of-document token, which all streams must share; None unless data.mask_documents is set.
+def end_of_document(data: DataConfig) -> DocumentEnds | None:
+    """The end-of-document token, which all streams must share; None unless data.mask_documents is set.
 
     Raises ShardError for a stream without a record of it, for streams that differ, and without data.mask_documents for one whose
     samples are filled; PrepareError or TokenizerError for files that cannot be read.
@@ -41,12 +54,14 @@ def end_of_document(data: DataConfig) -> int | None:
                 )
         return None
     found: dict[int, str] = {}
+    begins: set[bool | None] = set()
     for stream in (*data.train_streams().values(), *data.validation_streams().values()):
         found.setdefault(_recorded_eod_id(stream), stream.local)
+        begins.add(recorded_begins(_manifest(stream)))
     if len(found) > 1:
         which = ", ".join(f"{id} in {local}" for id, local in found.items())
         raise ShardError(f"the streams' documents end with different tokens ({which}); use shards of one tokenizer")
-    return next(iter(found))
+    return DocumentEnds(next(iter(found)), begins.pop() if len(begins) == 1 else None)
 
 
 def _folders(stream: StreamConfig) -> tuple[Path, ...]:

@@ -7,7 +7,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmtrain.config.regular_file import parse_json, read_text
+from llmtrain.config.regular_file import read_text
+from llmtrain.data.partitions.prepared_folder import read_manifest
 from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
 
@@ -52,21 +53,42 @@ def same_tokens(content: bytes, place: Path, folder: Path) -> bool:
 
 def _meaning(files: dict[str, str]) -> tuple[object, ...]:
     try:
-        configs = [parse_json(files.get(name, "{}")) for name in CONFIG_FILES]
+        configs = [json.loads(files.get(name, "{}")) for name in CONFIG_FILES]
         special = [{name: value for name, value in config.items() if name.endswith("_token")} for config in configs]
-        return parse_json(files.get("tokenizer.json", "null")), special
+        return json.loads(files.get("tokenizer.json", "null")), special
     except (ValueError, AttributeError):
         return tuple(files.items())
 
 
 def _files(content: bytes, place: Path) -> dict[str, str]:
     try:
-        files = parse_json(content)
+        files = json.loads(content)
         assert all(isinstance(text, str) and ".." not in Path(name).parts for name, text in files.items())
         assert not any(Path(name).is_absolute() for name in files)
     except (ValueError, AttributeError, AssertionError):
         raise TokenizerError(f"{place} holds no tokenizer") from None
     return files
+
+
+def load_run_tokenizer(data: dict) -> TextTokenizer:
+    """The tokenizer beside a run's shards, as it was trained with. data: as in run_tokenizer_path, which see for errors."""
+    return as_trained(load_tokenizer(run_tokenizer_path(data)), data)
+
+
+def as_trained(tokenizer: TextTokenizer, data: dict) -> TextTokenizer:
+    """The tokenizer with the tokens that began the documents of a run, as its data's manifest or its `data.prepare` record them;
+    unchanged for data of others, and for an import. data: the config's `data` section. Raises PrepareError."""
+    prepare = data.get("prepare") or {}
+    for folder in (folder for place in _places(data) for folder in (Path(place), Path(place).parent)):
+        manifest = read_manifest(folder.expanduser())
+        if manifest is not None and isinstance(about := manifest.get("tokenizer"), dict):
+            if "begin_id" in about:
+                return replace(tokenizer, begins=(about["begin_id"],))
+            prepare = prepare or manifest.get("inputs", {})
+            break
+    if not prepare:
+        return tokenizer
+    return replace(tokenizer, begins=(tokenizer.bos_id,) if prepare.get("add_bos_token") else ())
 
 
 def run_tokenizer_path(data: dict) -> str:
@@ -84,7 +106,7 @@ def run_tokenizers(data: dict) -> list[Path]:
 
 
 def _places(data: dict) -> list[str]:
-    prepare, train = data["prepare"], data["train"]
+    prepare, train = data.get("prepare"), data.get("train")
     candidates = (
         [prepare["out"], *(f"{prepare['out']}/{name}" for name in prepare.get("streams") or ())] if prepare else []
     )

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class TextTokenizer:
     """Content of the files in additional_chat_templates/, by their names."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     """Content of generation_config.json: a published model's tokens that end an answer, and how it is to be sampled."""
+    begins: tuple[int, ...] | None = None
+    """Tokens with which texts began in training; None: those that the post-processor of tokenizer.json puts before a text."""
 
     @property
     def vocab_size(self) -> int:
@@ -70,15 +73,45 @@ class TextTokenizer:
     @property
     def bos_id(self) -> int:
         """Id of the token that begins a document. Raises TokenizerError for a tokenizer without one."""
-        token = self.config.get("bos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        found = self.backend.token_to_id(token) if token else None
+        found = self.role_id("bos")
         if found is None:
             raise TokenizerError(
-                f"add_bos_token: the tokenizer has no bos_token (tokenizer_config.json says {token!r}); leave it out, or name one "
-                "of its tokens there"
+                f"add_bos_token: the tokenizer has no bos_token (tokenizer_config.json says {self.role_text('bos')!r}); leave it "
+                "out, or name one of its tokens there"
             )
         return found
+
+    def role_text(self, role: str) -> str | None:
+        """Text of the token that the config names ROLE_token: bos, eos, pad, unk, sep, cls, mask; None where it names none."""
+        return token_text(self.config.get(f"{role}_token"))
+
+    def role_id(self, role: str) -> int | None:
+        """Id of that token; None where there is none in the vocabulary."""
+        text = self.role_text(role)
+        return self.backend.token_to_id(text) if text else None
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids of the tokens that end an answer: the end-of-document token, and those of the generation config."""
+        return list(dict.fromkeys([self.eod_id, *end_ids(self.generation_config)]))
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of the tokens <0x00> to <0xFF> where the decoder falls back to bytes: a run of them becomes text as one, where all of
+        it is UTF-8."""
+        found = [self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        letter = found[ord("A")]
+        falls_back = letter is not None and "AA" in self.decode([letter, letter])
+        return frozenset(one for one in found if one is not None) if falls_back else frozenset()
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of a text to be continued, begun as in training; the end-of-document token for an empty one without such a token."""
+        begins = self.begins
+        if begins is None:
+            found = self.backend.encode("a")
+            count = next((at for at, special in enumerate(found.special_tokens_mask) if not special), 0)
+            begins = tuple(found.ids[:count])
+        return [*begins, *self.encode(text)] or [self.eod_id]
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -102,6 +135,30 @@ class TextTokenizer:
         if self.generation_config:
             text = json.dumps(self.generation_config, indent=2) + "\n"
             (path / GENERATION_CONFIG).write_text(text, encoding="utf-8")
+
+
+def token_text(token: object) -> str | None:
+    """Text of a token in a tokenizer's config: itself, or the `content` of a description. Raises TokenizerError for no token."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str | None):
+        raise TokenizerError(
+            f"tokenizer_config.json: {token!r} is no token; a token is a text, or an object with `content`"
+        )
+    return text or None
+
+
+def end_ids(config: dict[str, Any]) -> list[int]:
+    """The eos_token_id of a generation config: one, several or none."""
+    named = config.get("eos_token_id")
+    return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Content of a folder's generation_config.json; without one, the ends that config.json names, as in transformers."""
+    if (folder / GENERATION_CONFIG).is_file():
+        return _read_json(folder / GENERATION_CONFIG)
+    ends = end_ids(_read_json(folder / "config.json"))
+    return {"eos_token_id": ends} if len(ends) > 1 else {"eos_token_id": ends[0]} if ends else {}
 
 
 def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -> TextTokenizer:
@@ -188,7 +245,7 @@ def _read_companions(folder: Path) -> dict[str, Any]:
         "further_templates": {
             file.name: _read_text(file) for file in sorted((folder / FURTHER_TEMPLATES).glob("*.jinja"))
         },
-        "generation_config": _read_json(folder / GENERATION_CONFIG),
+        "generation_config": read_generation_config(folder),
     }
 
 
@@ -220,10 +277,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _eod_token(backend: Tokenizer, config: dict[str, Any], where: str) -> str:
-    token = config.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if token:
+    if token := token_text(config.get("eos_token")):
         return token
     if backend.token_to_id(EOD) is not None:
         return EOD

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from llmtrain.config.regular_file import read_text
-from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, TextTokenizer
+from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, TextTokenizer, token_text
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.logs import log
@@ -173,8 +173,8 @@ def _special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
     found = {name: tokenizer.config.get(name) for name in _SPECIAL_TOKENS}
     extra = tokenizer.config.get("extra_special_tokens")
     found |= extra if isinstance(extra, dict) else {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {"eos_token": tokenizer.eod_token} | {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = {name: token_text(token) or "" for name, token in found.items() if token is not None}
+    return {"eos_token": tokenizer.eod_token} | texts
 
 
 @dataclass(frozen=True)

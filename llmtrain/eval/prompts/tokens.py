@@ -20,10 +20,7 @@ class PromptTokenizer:
     def __init__(self, tokenizer: TextTokenizer):
         self._backend = tokenizer.backend
         self.eod_id = tokenizer.eod_id
-        token = tokenizer.config.get("bos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        self.bos_token = str(text) if text else None
-        self.bos_id = None if self.bos_token is None else self._backend.token_to_id(self.bos_token)
+        self.bos_token, self.bos_id = tokenizer.role_text("bos"), tokenizer.role_id("bos")
         if self.bos_token is not None and self.bos_id is None:
             raise EvalError(
                 f"the tokenizer's bos_token {self.bos_token!r} is not in its vocabulary; correct tokenizer_config.json"

@@ -12,8 +12,8 @@ from llmtrain.checkpoint.beneath import open_stack
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
-from llmtrain.config.regular_file import read_json
-from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
+from llmtrain.config.regular_file import read_text
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, end_ids, load_tokenizer, read_generation_config
 from llmtrain.eval.errors import EvalError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def window_of(found: FoundModel) -> int:
         from llmtrain.models.config import ModelConfig
         from llmtrain.models.hf.family import family_of_hf_config
 
-        config = read_json(found.folder / "config.json")
+        config = json.loads(read_text(found.folder / "config.json"))
         return ModelConfig.model_validate(family_of_hf_config(config).read_config(config)).max_seq_len
     from llmtrain.eval.scoring.huggingface import window_of_config
 
@@ -128,7 +128,7 @@ def load_scorer(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind: torch.dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
-    options["end_ids"] = [] if found.is_checkpoint else end_ids(found.folder)
+    options["end_ids"] = tokenizer.end_ids if found.is_checkpoint else end_ids(read_generation_config(found.folder))
     if not found.native:
         if max_length and max_length > (longest := window_of(found)):
             raise EvalError(f"{found.folder}: by its config it reads {longest} tokens; max_length is {max_length}")
@@ -148,14 +148,6 @@ def load_scorer(
             f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
         )
     return HybridScorer(model, tokenizer, share=share_prefixes, **options)
-
-
-def end_ids(folder: Path) -> list[int]:
-    """Ids of tokens that end a text, from generation_config.json or else config.json, as transformers' `generate` reads them."""
-    files = (folder / name for name in ("generation_config.json", "config.json"))
-    file = next((file for file in files if file.is_file()), None)
-    found = read_json(file).get("eos_token_id") if file else None
-    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def default_dtype() -> str:
@@ -182,7 +174,7 @@ def _unsupported_reason(folder: Path) -> str | None:
     from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
     try:
-        config = read_json(folder / "config.json")
+        config = json.loads(read_text(folder / "config.json"))
         family_of_hf_config(config).read_config(config)
     except (OSError, json.JSONDecodeError) as error:
         raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None

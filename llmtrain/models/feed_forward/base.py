@@ -25,6 +25,7 @@ class FeedForward(LayerPart):
     def __init__(self, section: FeedForwardSection, d_model: int, platform: Platform | None, dtype: torch.dtype):
         """dtype: of activations in the kernels. platform: as HybridLM's; None: in plain PyTorch."""
         super().__init__()
+        self.kept_products = tuple(section.kept_products(d_model))
 
     @abstractmethod
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:

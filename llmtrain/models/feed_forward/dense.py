@@ -27,6 +27,8 @@ class MLP(FeedForward):
     See MLPSection.type, and Shazeer, arXiv:2002.05202. residual: as Linear's.
     """
 
+    outputs = ("w_out",)
+
     def __init__(
         self,
         section: MLPSection,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import MptConfig
@@ -10,7 +11,7 @@ from transformers import MptConfig
 from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.differences import refuse_differences
-from llmtrain.models.hf.family import Weight
+from llmtrain.models.hf.family import Part, UnsupportedModelError, Weight
 from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.sections.dense import MLPSection
 
@@ -65,6 +66,8 @@ class Mpt:
             for key, (harmless, instead) in features.items():
                 found = section.get(key, harmless[0])
                 refusals.unless(found in harmless, prefix + key, found, f"cannot be expressed: {instead}")
+        more = "with LLM Foundry's own weights: `llmtrain checkpoint convert FOLDER OUT --to llmtrain` reads them"
+        refusals.unless(not refusals.reasons, "model_type", "mpt", more)
         refusals.check()
 
         for key in ("clip_qkv", "softmax_scale"):  # whole numbers in some files, which the class does not take
@@ -164,20 +167,45 @@ class Mpt:
         unless(not mlp.bias, f"{key}.mlp.bias", mlp.bias, f"{name} has no biases; set bias: false")
 
     def weights(self, config: ModelConfig) -> list[Weight]:
-        d = config.d_model
+        """Weights under LLM Foundry's names, of whatever it has beyond the class too: biases, learned positions, GQA, gated MLPs,
+        norms of queries and keys, an output layer that is not tied."""
+        d, stack = config.d_model, "transformer.blocks"
         made = [tensors.embedding(config, "transformer.wte.weight", "lm_head.weight")]
-        for i in range(len(config.layer_list())):
-            ours, theirs = f"blocks.{i}", f"transformer.blocks.{i}"
+        if config.positions == "learned":
+            made.append(tensors.same("positions.weight", "transformer.wpe.weight", config.max_seq_len, d))
+        for i, layer in enumerate(config.layer_list()):
+            ours, theirs, block = f"blocks.{i}", f"{stack}.{i}", config.blocks[layer.block]
+            if not isinstance(block, AttentionBlock) or not isinstance(block.mlp, MLPSection):
+                raise UnsupportedModelError(f"model.blocks.{layer.block}: {self.architecture} has attention and an MLP")
+            rows = 2 * block.mlp.d_ff if block.mlp.gated else block.mlp.d_ff
+            names = ("gate_proj", "up_proj") if block.mlp.gated else ("up_proj",)
+            mixer = tensors.attention_mixer(
+                f"{ours}.mixer", f"{theirs}.attn", block, config, qkv=("Wqkv",), out="out_proj"
+            )
             made += [
-                tensors.same(f"{ours}.norm.weight", f"{theirs}.norm_1.weight", d),
-                *tensors.linear(f"{ours}.mixer.wqkv", {f"{theirs}.attn.Wqkv": 3 * d}, d),
-                *tensors.linear(f"{ours}.mixer.wo", {f"{theirs}.attn.out_proj": d}, d),
-                tensors.same(f"{ours}.mlp_norm.weight", f"{theirs}.norm_2.weight", d),
-                *tensors.linear(f"{ours}.mlp.w_in", {f"{theirs}.ffn.up_proj": 4 * d}, d),
-                *tensors.linear(f"{ours}.mlp.w_out", {f"{theirs}.ffn.down_proj": d}, 4 * d),
+                *tensors.norm(f"{ours}.norm", f"{theirs}.norm_1", d, block.norm or config.norm),
+                *(_renamed(weight, {"q_norm": "q_ln", "k_norm": "k_ln"}) for weight in mixer),
+                *tensors.norm(f"{ours}.mlp_norm", f"{theirs}.norm_2", d, block.norm or config.norm),
+                *tensors.linear(
+                    f"{ours}.mlp.w_in",
+                    {f"{theirs}.ffn.{name}": rows // len(names) for name in names},
+                    d,
+                    block.mlp.bias,
+                ),
+                *tensors.linear(f"{ours}.mlp.w_out", {f"{theirs}.ffn.down_proj": d}, block.mlp.d_ff, block.mlp.bias),
             ]
-        made.append(tensors.same("norm.weight", "transformer.norm_f.weight", d))
+        made += tensors.norm("norm", "transformer.norm_f", d, config.norm)
         return made + tensors.head(config, "lm_head.weight")
+
+
+def _renamed(weight: Weight, names: Mapping[str, str]) -> Weight:
+    """The weight with modules of other names there."""
+
+    def under(part: Part) -> Part:
+        *above, module, kind = part.name.split(".")
+        return replace(part, name=".".join((*above, names.get(module, module), kind)))
+
+    return replace(weight, parts=tuple(map(under, weight.parts)))
 
 
 FAMILY = Mpt()

@@ -41,7 +41,7 @@ _SPELLINGS = {
 _OF_FILES = {"model_type", "architectures", "dtype", "torch_dtype", "auto_map", "transformers_version"}
 """Keys that every file has."""
 _NO_FUNCTION = re.compile(
-    r"dropout|pdrop|token_id|token_index|init|_coef|cache|label|logits_to_keep"
+    r"dropout|pdrop|token_id|token_index|init|_coef|cache|label|logits_to_keep|return_dict"
     r"|^(_|summary_|output_|gradient|problem|tokenizer|task_specific|use_return|name_or_path|add_cross|is_decoder)"
 )
 """Keys of training, of tasks and of calls."""
@@ -53,18 +53,26 @@ def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
     given = {**_defaults(str(published.get("model_type"))), **published}
     needed = [f"{what} ({key})" for key, what in _LACKING.items() if given.get(key)]
     settings = [key for key, value in published.items() if _is_setting(key, value)]
-    unread = _unread_settings(published, read)
-    if len(unread) > _SHOWN:
-        unread = [*unread[:_SHOWN], f"{len(unread) - _SHOWN} more"]
+    unread = _beyond(published, read)
     parts = [f", which needs what is not here: {', '.join(needed)}"] if needed else []
     if unread:
-        parts.append(f"; of its settings no family here has {', '.join(unread)}")
+        parts.append(f"; of its settings no family here has {_listed(published, unread)}")
     if parts:
         return "".join(parts)
     if not settings:
         return ", and no settings by which to say what it needs"
-    named = f" ({', '.join(settings)})" if len(settings) <= _SHOWN else ""
-    return f", whose settings{named} families here have, but what its class computes with them is not known here"
+    nearest, beyond = min(((name, _beyond(published, [name])) for name in read), key=lambda pair: len(pair[1]))
+    if beyond:
+        return f"; the nearest family, {nearest}, has no {_listed(published, beyond)}"
+    return (
+        f"; its settings ({_listed(published, settings)}) are {nearest}'s too, but what its class computes with them is not "
+        f"known here; if it is the same, set model_type: {nearest} in a copy of its config.json"
+    )
+
+
+def _listed(published: Mapping[str, Any], keys: list[str]) -> str:
+    shown = [f"{key} = {json.dumps(published[key])}" for key in keys[:_SHOWN]]
+    return ", ".join(shown + ([f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []))
 
 
 def _defaults(name: str) -> dict[str, Any]:
@@ -78,13 +86,13 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    """Tell whether it says something about the model: it is not 0, false or empty."""
-    said = isinstance(value, (bool, int, float, str)) and bool(value)
-    return said and key not in _OF_FILES and not _NO_FUNCTION.search(key)
+    """True for a key that changes the model: its value is not 0, false or empty."""
+    given = isinstance(value, (bool, int, float, str)) and bool(value)
+    return given and key not in _OF_FILES and not _NO_FUNCTION.search(key)
 
 
-def _unread_settings(published: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """Settings that no family's class has under any spelling."""
+def _beyond(published: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+    """Settings that none of the classes of these types has under any spelling."""
     from transformers import CONFIG_MAPPING
 
     known = {*_LACKING, *_SPELLINGS}
@@ -93,8 +101,4 @@ def _unread_settings(published: Mapping[str, Any], read: Iterable[str]) -> list[
     name = str(published.get("model_type"))
     if name in CONFIG_MAPPING:  # its class may have spellings of its own
         known |= {its for usual, its in CONFIG_MAPPING[name].attribute_map.items() if usual in known}
-    return [
-        f"{key} = {json.dumps(value)}"
-        for key, value in published.items()
-        if _is_setting(key, value) and key not in known
-    ]
+    return [key for key, value in published.items() if _is_setting(key, value) and key not in known]

@@ -49,6 +49,8 @@ class Attention(Mixer):
     residual: the output goes straight to the residual stream (a shared block's does not).
     """
 
+    outputs = ("wo",)
+
     def __init__(
         self,
         block: AttentionSection,

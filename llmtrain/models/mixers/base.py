@@ -91,6 +91,7 @@ class Mixer(LayerPart):
     ):
         """block: its section of the config. dtype: of activations in the kernels. platform, documents: as HybridLM's."""
         super().__init__()
+        self.kept_products = tuple(block.kept_products(config.d_model))
 
     @abstractmethod
     def forward(self, x: Tensor, context: Any) -> Tensor:

@@ -74,6 +74,7 @@ class HeadGatedRMSNorm(GatedRMSNorm):
 class GatedDeltaNet(Mixer):
     """x: [batch, T, d_model] -> [batch, T, d_model]."""
 
+    outputs = ("out_proj",)
     # As Mamba-2's: weight decay would pull them towards a value that means something else than "small".
     fp32_parameters = no_decay_parameters = ("decay.A_log", "decay.dt_bias")
 

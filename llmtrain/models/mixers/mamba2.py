@@ -59,6 +59,7 @@ class SSMParameters(nn.Module):
 class Mamba2(Mixer):
     """x: [batch, T, d_model] -> [batch, T, d_model]."""
 
+    outputs = ("out_proj",)
     # Time constants and scales: weight decay would pull them towards a value that means something else than "small".
     fp32_parameters = no_decay_parameters = ("ssm.A_log", "ssm.D", "ssm.dt_bias")
 

@@ -37,6 +37,8 @@ class ParallelMixers(Mixer):
         self.mixers = nn.ModuleDict(
             {name: part.load_implementation()(part, config, platform, dtype, documents) for name, part in parts.items()}
         )
+        named = zip(self.mixers, self.parts, strict=True)
+        self.outputs = [f"mixers.{name}.{linear}" for name, mixer in named for linear in mixer.outputs]
         self.scales = [(part.input_multiplier, part.residual_multiplier) for part in parts.values()]
 
     @property

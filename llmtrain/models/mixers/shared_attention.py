@@ -13,6 +13,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
 from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.layer_part import Product
 from llmtrain.models.layers import Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
@@ -100,6 +101,16 @@ class SharedInput(nn.Module):
     @property
     def shared(self) -> SharedAttention:
         return self._shared[0]
+
+    def products(self) -> list[Product]:
+        """The linear layers of this use in the order of their products; gradients need the outputs of all."""
+
+        def own(module: nn.Module | None) -> list[Product]:
+            return [Product(one, False, True) for one in module.modules() if isinstance(one, Linear)] if module else []
+
+        (wqkv, *others), (w_in, *w_out) = self.shared.mixer.products(), self.shared.mlp.products()
+        found = [wqkv, *own(self.qkv_adapter), *others, w_in, *own(self.mlp_adapter), *w_out, *own(self.linear)]
+        return [one._replace(needed=True) for one in found]
 
     def split(self, ranks: TensorRanks) -> None:
         """Adapt this rank's heads and channels of the shared block, which is split afterwards. The linear layer behind it reads

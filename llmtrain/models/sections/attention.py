@@ -149,19 +149,20 @@ class AttentionSection(BlockSection):
         further += [", output gate"] if self.output_gate else []
         return f"{super().describe(d_model)}: {self.n_heads} heads x {head_dim}{kv}{position}{''.join(further)}"
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        spec = self.spec(d_model)
+        return {"wqkv": spec.head_dim * ((1 + self.output_gate) * spec.n_heads + 2 * spec.n_kv_heads)}
+
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Input and output of the norm, q, k, v, and attention's output with its log-sum-exps; with a gate, that and what it
-        makes of the output.
-
-        Selective checkpointing keeps every second matrix product's output: wqkv's, not wo's.
-        """
+        makes of the output."""
         spec = self.spec(d_model)
         q, kv = spec.n_heads * spec.head_dim, 2 * spec.n_kv_heads * spec.head_dim
         attention = width * q + 4 * spec.n_heads
         kept = attention if registry.saved_ops("attention", self.backend) else 0
         gate = q if self.output_gate else 0
         everything = width * (2 * self.input_width(d_model) + q + kv + 2 * gate) + attention
-        return SavedBytes(everything, width * (q + gate + kv) + kept, kept)
+        return SavedBytes(everything, kept)
 
 
 class AttentionBlock(AttentionSection):

@@ -108,7 +108,7 @@ class BlockSection(ImplementedSection):
 
     def kept_in_segments(self, d_model: int, width: int) -> SavedBytes:
         """Bytes per token that training keeps beyond `saved_bytes` and `gathered_bytes` where ranks share sequences. Default: 0."""
-        return SavedBytes(0, 0)
+        return SavedBytes(0)
 
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         """The settings that say what the block computes, defaults resolved. norm: model.norm."""
@@ -135,18 +135,25 @@ class BlockSection(ImplementedSection):
         parts += [f"; input x {self.input_multiplier:g}"] if self.input_multiplier != 1 else []
         return "".join(parts)
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        """Channels that selective checkpointing keeps of linear layers' outputs, by the layers' names in the mixer: of the
+        products through which the input enters. All others are computed again. Default: none."""
+        return {}
+
     def saved_by_layer(self, d_model: int, width: int, norm: NormConfig) -> SavedBytes:
         """Bytes that training keeps of the whole layer, per token. width: bytes of an activation; norm: model.norm."""
         saved = self.saved_bytes(d_model, width)
+        for part in (self, *([self.mlp] if self.mlp else [])):
+            saved += SavedBytes(0, products=width * sum(part.kept_products(d_model).values()))
         saved = saved + self.mlp.saved_bytes(d_model, width) if self.mlp else saved
         if (self.norm or norm).place != "both":
             return saved
         # Of each branch also the second norm's input; its output is summed at once.
-        return saved + SavedBytes((1 + (self.mlp is not None)) * width * d_model, 0)
+        return saved + SavedBytes((1 + (self.mlp is not None)) * width * d_model)
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Tensors that training keeps of the norm and the mixer, per token, for the memory estimate; the MLP adds its own.
 
         width: bytes of an activation. Default: input and output of the norm, the mixer's output.
         """
-        return SavedBytes(3 * width * d_model, 0)
+        return SavedBytes(3 * width * d_model)

@@ -32,10 +32,13 @@ class MLPSection(FeedForwardSection):
     def divided(self, d_model: int) -> list[Divided]:
         return [Divided("mlp.d_ff", self.d_ff)]
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        return {"w_in": 2 * self.d_ff if self.gated else self.d_ff}
+
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
-        up = 2 * self.d_ff if self.gated else self.d_ff
+        up = self.kept_products(d_model)["w_in"]
         # Input and output of the norm, the first projection's output, and the second's input.
-        return SavedBytes(width * (2 * d_model + up + self.d_ff), width * up)
+        return SavedBytes(width * (2 * d_model + up + self.d_ff))
 
     def describe(self, d_model: int) -> str:
         return f"{self.type} MLP {self.d_ff}"

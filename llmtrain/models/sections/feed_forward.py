@@ -51,12 +51,17 @@ class FeedForwardSection(ImplementedSection):
         layer cannot be divided."""
         return None
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        """Channels that selective checkpointing keeps of linear layers' outputs, by the layers' names in the module: of the
+        products through which the input enters. All others are computed again. Default: none."""
+        return {}
+
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Tensors that training keeps of the layer and its norm, per token, for the memory estimate.
 
         width: bytes of an activation. Default: input and output of the norm.
         """
-        return SavedBytes(2 * width * d_model, 0)
+        return SavedBytes(2 * width * d_model)
 
     def describe(self, d_model: int) -> str:
         """The layer in a line of `llmtrain describe`."""

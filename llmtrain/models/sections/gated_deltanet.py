@@ -95,12 +95,15 @@ class GatedDeltaNetBlock(BlockSection):
         block = self.model_copy(update={"value_head_dim": self.value_head_dim + self.key_head_dim})
         wider, alone = block._rule_bytes(width), self._rule_bytes(width)
         beside = [a - b for a, b in zip(wider, alone, strict=True)]
-        return SavedBytes(beside[0] + 2 * width * self.n_heads * block.value_head_dim, beside[1], beside[1])
+        return SavedBytes(beside[0] + 2 * width * self.n_heads * block.value_head_dim, beside[1])
 
     def describe(self, d_model: int) -> str:
         groups = "" if self.key_heads == self.n_heads else f" ({self.key_heads} key heads)"
         sign = ", negative eigenvalues" if self.negative_eigenvalues else ""
         return f"gated_deltanet: {self.n_heads} heads x {self.key_head_dim} x {self.value_head_dim}{groups}{sign}"
+
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        return {"in_proj": 2 * sum(self.widths()) + 2 * self.n_heads}
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Input and output of the norm, in_proj's output, the convolution's, normalised q and k, y, and the gated norm's
@@ -108,14 +111,13 @@ class GatedDeltaNetBlock(BlockSection):
 
         The reference keeps in fp32 per head three squares of a chunk, w and five tensors like k, three like v, and per chunk
         two states and a transition; fla's kernels keep one square of a chunk in the activations' format, and ours also w, what
-        tokens write and the states. Selective checkpointing keeps in_proj's output, not out_proj's, and what the forward of
-        fla's or ours returns.
+        tokens write and the states.
         """
         (keys, values), heads = self.widths(), self.n_heads
-        in_proj = 2 * keys + 2 * values + 2 * heads
+        in_proj = self.kept_products(d_model)["in_proj"]
         everything = width * (2 * d_model + in_proj + (2 * keys + values) + 2 * keys + 2 * values) + 4 * 3 * heads
         kept, results = self._rule_bytes(width)
-        return SavedBytes(everything + kept, width * in_proj + results, results)
+        return SavedBytes(everything + kept, results)
 
     def _rule_bytes(self, width: int) -> tuple[float, float]:
         """Bytes per token that the rule keeps beside its arguments and y, and that its forward returns as one operator."""

@@ -137,19 +137,21 @@ class Mamba2Block(BlockSection):
         heads = self.inner_width(d_model) // self.head_dim
         return f"mamba2: {heads} heads x {self.head_dim}, d_state {self.d_state}, groups {self.n_groups}"
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        d_inner = self.inner_width(d_model)
+        return {"in_proj": 2 * d_inner + 2 * self.n_groups * self.d_state + d_inner // self.head_dim}
+
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Input and output of the norm, in_proj's output, the convolution's, y and the gated norm's output; in fp32 per
         chunk the state and C B^T.
 
         With `backend: triton` the inside of the mixer is one operator (kernels/mamba_mixer/triton.py): states and C B^T
-        are computed again rather than kept, and of the norm there is one fp32 number per group more. Selective
-        checkpointing keeps in_proj's output, not out_proj's.
+        are computed again rather than kept, and of the norm there is one fp32 number per group more.
         """
         d_inner, d_bc = self.inner_width(d_model), self.n_groups * self.d_state
-        in_proj = 2 * d_inner + 2 * d_bc + d_inner // self.head_dim
-        elements = 2 * d_model + in_proj + (d_inner + 2 * d_bc) + 2 * d_inner
+        elements = 2 * d_model + self.kept_products(d_model)["in_proj"] + (d_inner + 2 * d_bc) + 2 * d_inner
         if self.backend == "triton":
             in_fp32 = self.n_groups
         else:
             in_fp32 = d_inner * self.d_state / self.chunk_size + self.n_groups * self.chunk_size
-        return SavedBytes(width * elements + 4 * in_fp32, width * in_proj)
+        return SavedBytes(width * elements + 4 * in_fp32)

@@ -87,7 +87,14 @@ class ParallelMixersBlock(BlockSection):
     def describe(self, d_model: int) -> str:
         return " | ".join(part.describe(d_model) for part in self.mixers)
 
+    def kept_products(self, d_model: int) -> dict[str, int]:
+        return {
+            f"mixers.{name}.{linear}": channels
+            for name, part in self.named().items()
+            for linear, channels in part.kept_products(d_model).items()
+        }
+
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Bytes of all mixers, with the norm's input and output counted once."""
-        total = sum((part.saved_bytes(d_model, width) for part in self.mixers), SavedBytes(0, 0))
-        return total + SavedBytes(-2 * width * d_model * (len(self.mixers) - 1), 0)
+        total = sum((part.saved_bytes(d_model, width) for part in self.mixers), SavedBytes(0))
+        return total + SavedBytes(-2 * width * d_model * (len(self.mixers) - 1))

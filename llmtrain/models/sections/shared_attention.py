@@ -55,4 +55,4 @@ class SharedAttentionBlock(AttentionSection):
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Tensors of an attention block, and the input of the linear layer behind the shared block."""
-        return super().saved_bytes(d_model, width) + SavedBytes(width * d_model, 0)
+        return super().saved_bytes(d_model, width) + SavedBytes(width * d_model)

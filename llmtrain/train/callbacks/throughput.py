@@ -35,19 +35,15 @@ class TokenCost:
 
 def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch.device) -> TokenCost:
     per_token = training_flops_per_token(model, seq_len)
-    forward, spared, mlps = model.recomputed(seq_len, causal=True)
-    recomputed = {
-        "none": 0.0,
-        "budget": 0.0,  # what the compiler recomputes is not known: the cheap part
-        "full": forward.total,
-        "every_k": forward.total / (config.activation_checkpointing.k or 1),
-        "kernels": forward.total - spared.total,
-        # Every second matrix product is kept, and the mixers' saved operators.
-        "selective": forward.total - forward.projection / 2 - spared.total,
-    }[config.activation_checkpointing.type]
-    at_once = config.activation_checkpointing.mlp_tokens
-    if at_once is not None and at_once < seq_len // config.parallel.ranks:
-        recomputed += mlps.total
+    checkpointing, compiled = config.activation_checkpointing, config.compiles(device.type)
+    own = seq_len // config.parallel.ranks
+    at_once = min(checkpointing.mlp_tokens or own, own)
+    chunk = (own % at_once or at_once) / own
+    # Of the kind budget what the compiler recomputes is not known: the cheap part.
+    recomputed = sum(
+        block.recomputed(seq_len, checkpointing.type if checkpointing.recomputes(index) else "none", compiled, chunk)
+        for index, block in model.layers_with_backward().items()
+    )
     return TokenCost(
         foundry=per_token["foundry"],
         causal=per_token["causal"],

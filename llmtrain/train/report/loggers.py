@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llmtrain.config.held_folder import make_folder, require_in_place
+from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.schema.wandb import go_offline_without_key
@@ -76,7 +78,8 @@ class TensorBoardLogger(StepLogger):
 class WandbLogger(StepLogger):
     """Weights & Biases; offline, into the run's folder, when there is no API key.
 
-    Not Composer's own, which calls a method that wandb 0.30 removed.
+    RUN/wandb/run-id holds the id of its run there, in which a resumed run goes on. Not Composer's own, which calls a method that
+    wandb 0.30 removed.
     """
 
     again_seconds = 3600.0
@@ -94,8 +97,12 @@ class WandbLogger(StepLogger):
         options = self.config.logging.wandb
         assert options is not None
         go_offline_without_key()
-        make_folder(self.folder)
+        make_folder(self.folder / "wandb")
+        stored = self.folder / "wandb" / "run-id"
+        known = stored.read_text(errors="replace").strip() if stored.is_file() else ""
         self.run = wandb.init(
+            id=known if re.fullmatch("[A-Za-z0-9_-]{1,64}", known) else None,
+            resume="allow",
             project=options.project,
             entity=options.entity,
             group=options.group,
@@ -105,6 +112,7 @@ class WandbLogger(StepLogger):
             config=self.config.model_dump(mode="json"),
             settings=wandb.Settings(silent=True),
         )
+        replace_file(stored, self.run.id.encode())
         self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -145,6 +145,13 @@ def test_override_of_a_setting_the_file_does_not_have(load):
     assert config.model.blocks["m"].norm.eps == 1e-6
 
 
+def test_null_removes_a_named_entry(load):
+    two = ["model.blocks.b={type: mamba2, d_state: 8, head_dim: 16}", "model.layers=b*2", "model.blocks.m=null"]
+    assert set(load(GOOD, *two).model.blocks) == {"b"}
+    with pytest.raises(ConfigError, match="no such entry; did you mean m"):
+        load(GOOD, "model.blocks.mm=null")
+
+
 def test_override_of_a_list_entry(load):
     text = GOOD + "  betas: [0.9, 0.95]\n"
     assert load(text, "optimizer.betas.1=0.99").optimizer.betas == (0.9, 0.99)

@@ -19,6 +19,7 @@ from llmtrain.train.callbacks import throughput
 from llmtrain.train.callbacks.step_rng import StepRNG, step_seed
 from llmtrain.train.callbacks.throughput import Throughput, TokenCost
 from llmtrain.train.report.loggers import JSONLLogger, StepLogger, TensorBoardLogger, WandbLogger, read_metrics
+from tests.support.tiny import tiny_config
 
 
 def state(step: int = 0, tokens: int = 0) -> Any:
@@ -215,6 +216,22 @@ def test_no_logger_ends_a_run(tmp_path, capsys):
     assert "somewhere is written again, from step 3" in said and logger.last == 3
     logger.close(state(), SimpleNamespace())  # type: ignore[arg-type]
     assert "OSError: full" in capsys.readouterr().out
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_another_folder_begins_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    started = []
+
+    def init(**given):
+        started.append(given["id"])
+        return SimpleNamespace(id=given["id"] or f"made{len(started)}", define_metric=lambda *_, **__: None)
+
+    peer = SimpleNamespace(init=init, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", peer)
+    config = tiny_config(tmp_path, tmp_path / "a", {"logging.wandb": {"project": "p"}})
+    for folder in ("a", "a", "b"):
+        WandbLogger(config, tmp_path / folder).open()
+    assert started == [None, "made1", None]
 
 
 def test_tables_go_to_wandb_under_their_step(monkeypatch, capsys):

@@ -271,7 +271,7 @@ class TestHuggingFace:
         }
         (tmp_path / "config.json").write_text(json.dumps(config))
         found = left(self.migrated(tmp_path, pretrained_model_name_or_path=str(tmp_path)))
-        assert found == {"model.pretrained_model_name_or_path": "its logit_scale is 0.5: logits are not scaled"}
+        assert found == {"model.pretrained_model_name_or_path.logit_scale": "logits are not scaled"}
 
     def test_an_unknown_model_has_to_be_given(self, tmp_path):
         made = self.migrated(tmp_path, pretrained_model_name_or_path="some-org/some-model")

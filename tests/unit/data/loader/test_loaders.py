@@ -30,8 +30,6 @@ def one_rank(job: Callable[[], Any], rank: int, world_size: int, store: Path, re
     torch.set_num_threads(1)
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in environment.items()})
-    if dist.is_initialized():  # by a test before, in the process that was forked
-        dist.distributed_c10d.GroupMember.WORLD = None
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     results.put((rank, job()))

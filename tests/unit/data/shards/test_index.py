@@ -14,8 +14,11 @@ from filelock import FileLock
 
 from llmtrain.data.shards import index as shard_index
 from llmtrain.data.shards import table
+from llmtrain.data.shards.checks import check_streams
 from llmtrain.data.shards.index import Index, ShardError, read_index
+from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.shards.table import ShardTable
+from llmtrain.schema.data import DataConfig
 
 
 @pytest.fixture
@@ -52,6 +55,48 @@ def test_a_column_that_is_not_plain_data_is_refused(folder, encoding):
     change(folder, lambda shard: shard.update(column_encodings=[encoding]))
     with pytest.raises(ShardError, match=r"index.json .*shards\.\d+\.column_encodings\.0: .*(any code|no encoding)"):
         read_index(folder)
+
+
+WRONG = {
+    "column_encodings": [
+        "float32:", "float16", "int", "uint16", "str", "json", "ndarray:float16:8", "ndarray:float32:4", "ndarray:uint16:2,4"
+    ],
+    "column_sizes": [8, 32, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_a_token_column_that_holds_no_tokens_is_refused(folder, key, value):
+    """Before anything is read: what can be no tokens, and sizes that are not the encoding's."""
+    change(folder, lambda shard: shard.update({key: [value]}))
+    streams = {"a": {"local": str(folder)}}
+    data = DataConfig.model_validate({"seq_len": 8, "train": {"streams": streams}, "num_canonical_nodes": 1})
+    [problem] = check_streams(data, 2)
+    assert str(folder / "index.json") in problem.message and key in problem.message and "'tokens'" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("column_encodings", ["ndarray:int16:8"]),
+        ("column_encodings", ["bytes"]),
+        ("column_names", ["input_ids"]),
+        (("column_encodings", "column_sizes"), (["ndarray:uint8:8"], [8])),
+        (("column_encodings", "column_sizes"), (["ndarray:int64:2"], [16])),
+        (
+            ("column_names", "column_encodings", "column_sizes"),
+            (["a", "tokens"], ["int64", "ndarray:uint16:4"], [8, 8]),
+        ),
+    ],
+)
+def test_an_index_that_contradicts_its_shards_is_refused(folder, key, values):
+    """Each shard keeps its columns too; nothing that is read by others is trained on."""
+    new = {key: values} if isinstance(key, str) else dict(zip(key, values, strict=True))
+    change(folder, lambda shard: shard.update(new))
+    stream = open_place(str(folder))
+    assert stream is not None
+    with pytest.raises(ShardError, match=r"is damaged: its column_\w+ are .*; the index says"):
+        stream.tokens(len(stream.index.shards) - 1)
 
 
 NAMES = ["../x", "../../../x", "/tmp/x", "a/../../x", "", ".", "..", "a//b", "x\0y", "a/"]

@@ -115,6 +115,16 @@ def test_every_document_comes_back_wherever_the_file_is_cut(tmp_path, some, name
         assert read(path, step) == some, step
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_documents_begun_by_the_token_that_ends_them_come_back_too(tmp_path, some, first):
+    """BOS = EOS, of a .npy, which has no table of its documents. first: the first document that begins so."""
+    wanted = [[EOD, *ids] for ids in some]
+    wanted[:first] = [ids[1:] for ids in wanted[:first]]
+    path = olmo(tmp_path / "file", wanted)
+    for step in (None, 2, 4, 7, 64, 501, 4096):
+        assert (read(path, step) == wanted) == (first == 0), step
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_records_number_the_documents(tmp_path, some, name):
     path = FORMATS[name](tmp_path / "file", some)

@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from llmtrain.data.tokenize.stored_tokenizer import as_trained
 from llmtrain.data.tokenize.tokenizer import EOD, TokenizerError, load_tokenizer, train_bpe
 
 
@@ -97,3 +99,49 @@ def test_a_small_text_may_yield_fewer_tokens_if_that_is_said():
 def test_workers_need_neither_torch_nor_transformers():
     code = "import sys, llmtrain.data.tokenize.encode, llmtrain.data.prepare; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": {"eos_token_id": [5, 7]}, "config.json": {"eos_token_id": 3}}, [0, 5, 7]),
+        ({"config.json": {"eos_token_id": [0, 9, 8]}}, [0, 9, 8]),
+        ({"config.json": {"eos_token_id": "end"}}, [0]),
+        ({}, [0]),
+    ],
+)
+def test_the_tokens_that_end_an_answer_outlive_a_copy(tokenizer, tmp_path, files, ends):
+    """As `import` keeps them: all that transformers stops at, from the config too where there is no generation config."""
+    tokenizer.save(tmp_path / "published")
+    for name, content in files.items():
+        (tmp_path / "published" / name).write_text(json.dumps(content))
+    load_tokenizer(tmp_path / "published").save(tmp_path / "imported")
+    assert load_tokenizer(tmp_path / "imported").end_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("manifest", "prepare", "begins"),
+    [
+        ({"tokenizer": {"eod_id": 0, "begin_id": 9}, "inputs": {}}, None, (9,)),
+        ({"tokenizer": {"eod_id": 0}, "inputs": {"add_bos_token": True}}, None, (4,)),  # of an earlier version
+        ({"tokenizer": {"eod_id": 0}, "inputs": {"add_bos_token": False}}, None, ()),
+        (None, {"add_bos_token": True}, (4,)),  # the shards are elsewhere
+        (None, {"add_bos_token": False}, ()),
+        (None, None, None),  # shards of others
+    ],
+)
+def test_a_run_begins_texts_as_its_data_did(tokenizer, tmp_path, manifest, prepare, begins):
+    made = replace(tokenizer, config=tokenizer.config | {"bos_token": tokenizer.decode([4])})
+    if manifest:
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    train = {"streams": {"a": {"local": str(tmp_path / "train")}}}
+    data = {"prepare": prepare and prepare | {"out": str(tmp_path)}, "train": None if prepare else train}
+    assert as_trained(made, data).begins == begins
+
+
+@pytest.mark.parametrize("token", [["</s>"], 3, {"content": ["</s>"]}])
+def test_a_token_that_is_none_is_refused(tokenizer, tmp_path, token):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(TokenizerError, match="is no token"):
+        load_tokenizer(tmp_path)

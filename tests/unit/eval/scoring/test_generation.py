@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from llmtrain.data.tokenize.tokenizer import end_ids, read_generation_config
 from llmtrain.eval.scoring.generation import Answer
-from llmtrain.eval.scoring.load import end_ids
 from tests.support.icl import byte_level
 
 
@@ -22,7 +22,7 @@ from tests.support.icl import byte_level
 def test_the_tokens_that_end_a_text_are_those_of_transformers(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert end_ids(tmp_path) == expected
+    assert end_ids(read_generation_config(tmp_path)) == expected
 
 
 def test_what_ends_an_answer_is_no_part_of_it():

@@ -24,7 +24,11 @@ LACKING = {
     "persimmon": "no family here has qk_layernorm = true; there is",
     "diffllama": "no family here has lambda_std_dev = 0.1",
     "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
-    "glm": ", whose settings families here have, but what its class computes with them is not known here; there is",
+    "glm4": '; its settings (attention_bias = true, head_dim = 128, hidden_act = "silu", hidden_size = 4096',
+    "ministral": "are mistral's too, but what its class computes with them is not known here; if it is the same, set",
+    "ernie4_5": "are llama's too, but",
+    "seed_oss": "set model_type: llama in a copy of its config.json; there is",
+    "cohere": "; the nearest family, llama, has no logit_scale = 0.0625, layer_norm_eps = 1e-05; there is",
     "xlstm": " more; there is",
 }
 
@@ -70,7 +74,7 @@ def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
         ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "vocab_size": 9, "bos_token_id": 1},
-            ", whose settings (hidden_size, vocab_size) families here have, but what its class computes",
+            "; its settings (hidden_size = 8, vocab_size = 9) are bamba's too, but what its class computes",
         ),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False},
