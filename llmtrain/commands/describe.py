@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
 
 def run_describe(args: argparse.Namespace) -> int:
     """Print what a config amounts to. Raises UserError for a bad config, an unknown GPU or an impossible MFU."""
-    from llmtrain.plan.scaling import cluster, refuse_divided
+    from llmtrain.plan.scaling import cluster
     from llmtrain.schema.load import load_config
 
     device, place = device_by_short_name(args.gpu) if args.gpu else None, None
@@ -70,20 +70,27 @@ def run_describe(args: argparse.Namespace) -> int:
     if args.plot and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"--plot {args.plot}: expected the name of a .png or .svg")
     config = load_config(args.file, args.overrides, world_size=args.world_size)
-    if place is not None:
-        refuse_divided(config)
+    if place is not None and config.train.sharding.strategy == "hybrid" and config.train.sharding.shard_size is None:
+        sharding = config.train.sharding.model_copy(update={"shard_size": min(place.per_node, args.world_size)})
+        config = config.model_copy(update={"train": config.train.model_copy(update={"sharding": sharding})})
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
     from llmtrain.plan.describe import describe
     from llmtrain.plan.report import print_description, print_scaling
 
-    description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu)
+    per_node = {} if place is None else {"per_node": place.per_node}
+    description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu, **per_node)
     points = _predictions(args, config, place, device, description) if place is not None and device is not None else []
+    for point in points:
+        if (
+            point.gpus == args.world_size and description.speed is not None
+        ):  # the one time of a step, with communication
+            description = replace(description, speed=description.speed.on(point.gpus, point.step_seconds, description))
     if args.json:
         print(json.dumps(asdict(description) | {"scaling": [asdict(point) for point in points]}, indent=2))
     else:
-        print_description(description, config)
+        print_description(description, config, points)
         if points:
             print_scaling(points)
     return 0

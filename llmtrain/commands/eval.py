@@ -7,12 +7,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.commands.arguments import output_path
 from llmtrain.commands.processes import chosen_processes, joins_a_launcher
 from llmtrain.errors import UserError, print_error
 from llmtrain.logs import log
+
+if TYPE_CHECKING:
+    from llmtrain.eval.report.results import Report
 
 
 def _shots(text: str) -> list[int]:
@@ -152,7 +155,6 @@ def run_eval(args: argparse.Namespace) -> int:
 def _run(file: str | None, overrides: list[str]) -> int:
     from llmtrain.distributed.world import world_from_environment
     from llmtrain.eval.failures import failed_tasks
-    from llmtrain.eval.report.earlier import set_aside
     from llmtrain.eval.report.results import Report, write_results
     from llmtrain.eval.run_config import load_eval_run
     from llmtrain.eval.runner import Done, evaluate
@@ -163,14 +165,13 @@ def _run(file: str | None, overrides: list[str]) -> int:
         report = evaluate(run, done)
     except (ValueError, KeyboardInterrupt):
         if done.results and world_from_environment().is_main:
-            set_aside(Path(run.out), settings)
             part = Report(run.name, done.results, groups=done.groups, failures=done.failures)
+            _keep_earlier(run.out, part, settings)
             write_results(part, Path(run.out), settings=settings)
             log.info(f"{run.out} has what was done: {len(done.results)} results")
         raise
     if world_from_environment().is_main:
-        if kept := set_aside(Path(run.out), settings):
-            log.info(f"{run.out} had the results of another evaluation, which are now in {kept}")
+        _keep_earlier(run.out, report, settings)
         written = write_results(report, Path(run.out), settings=settings)
         if run.wandb is not None:
             from llmtrain.eval.report.tracking import log_to_wandb
@@ -181,6 +182,13 @@ def _run(file: str | None, overrides: list[str]) -> int:
     if report.failures:
         raise failed_tasks(report.failures)
     return 0
+
+
+def _keep_earlier(out: str, report: Report, settings: dict[str, Any]) -> None:
+    from llmtrain.eval.report.earlier import set_aside
+
+    if kept := set_aside(Path(out), report, settings):
+        log.info(f"{out} had the results of another evaluation, which are now in {kept}")
 
 
 def _run_rank(file: str | None, overrides: list[str]) -> int:

@@ -11,16 +11,14 @@ from typing import Any
 from llmtrain.eval.errors import BadDocuments, EvalError
 from llmtrain.eval.instructions import check_libraries
 from llmtrain.eval.prompts import foundry, lm_eval
-from llmtrain.eval.prompts.chat import PromptStyle
 from llmtrain.eval.prompts.encode import encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool
 from llmtrain.eval.prompts.foundry import FoundryWriter
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
-from llmtrain.eval.prompts.requests import LoglikelihoodRequest, Request, Response
-from llmtrain.eval.prompts.tokens import PromptTokenizer
+from llmtrain.eval.prompts.requests import Request, Response
 from llmtrain.eval.report.metrics import Metrics, aggregate
 from llmtrain.eval.report.process_results import process_results
-from llmtrain.eval.task import Documents, Task
+from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import CONVENTIONS, WITHOUT_EXAMPLES, Convention, TaskConfig, TaskType
 from llmtrain.eval.tasks.documents import (
     Document,
@@ -121,7 +119,7 @@ class NativeTask(Task):
         wanted = self.settings.few_shot_from or ("documents" if self.convention == "foundry" else "few_shot")
         return wanted == "few_shot" and self.source.few_shot is not None
 
-    def check_shots(self, documents: Documents[Document], shots: int) -> None:
+    def _check_pools(self, documents: Documents[Document], shots: int) -> None:
         contents = [document.content for document in documents.evaluated]
         try:
             check_libraries(
@@ -129,8 +127,6 @@ class NativeTask(Task):
             )
         except EvalError as error:
             raise EvalError(f"task {self.name}: {error}") from None
-        if shots and self.without_examples:
-            raise EvalError(f"task {self.name}: {self.without_examples} has no few-shot examples")
         in_pool = documents.examples is None
         one_more = (
             LmEvalWriter(self.settings).excludes_document(in_pool)
@@ -148,43 +144,26 @@ class NativeTask(Task):
         for category, group in group_by_category(documents.evaluated).items():
             yield category, group, pools.get(category, [])
 
-    def _batches(
-        self,
-        documents: Documents[Document],
-        shots: int,
-        tokenizer: PromptTokenizer,
-        pmi: bool,
-        style: PromptStyle,
-        bad: dict[int, str],
-        whole: bool = True,
-    ) -> Iterator[list[Request]]:
+    def _batches(self, documents: Documents[Document], how: Prompting) -> Iterator[list[Request]]:
         in_pool, everything = documents.examples is None, group_by_category(documents.everything)
         for category, group, pool in self._example_pools(documents):
             if isinstance(self.settings, LmEvalPrompting):
-                writer = LmEvalWriter(self.settings, self._plain_continuation, style, bad)
+                writer = LmEvalWriter(self.settings, self._plain_continuation, how.style, how.bad)
                 encoding = lm_eval.ENCODING
             else:
-                writer, encoding = FoundryWriter(self.settings, tokenizer), foundry.ENCODING
-            limits = writer.generation_limits(everything[category], tokenizer) if self.config.generates else None
-            prompts = (one for one in writer.prompts(group, pool, shots, in_pool) if pmi or not one.premise)
-            yield from encode(prompts if whole else map(shortened, prompts), encoding, tokenizer, limits, bad)
+                writer, encoding = FoundryWriter(self.settings, how.tokenizer), foundry.ENCODING
+            limits = writer.generation_limits(everything[category], how.tokenizer) if self.config.generates else None
+            prompts = (one for one in writer.prompts(group, pool, how.shots, in_pool) if how.pmi or not one.premise)
+            cut = prompts if how.whole else map(shortened, prompts)
+            yield from encode(cut, encoding, how.tokenizer, limits, how.bad)
 
     def metrics(
-        self,
-        documents: Documents[Document],
-        requests: Sequence[Request],
-        results: Sequence[Response],
+        self, documents: Documents[Document], requests: Sequence[Request], results: Sequence[Response]
     ) -> Metrics:
-        answers: dict[int, list[tuple[int, Response]]] = {one.index: [] for one in documents.evaluated}
-        for request, result in zip(requests, results, strict=True):
-            answers[request.document].append(
-                (request.option if isinstance(request, LoglikelihoodRequest) else 0, result)
-            )
-        per_document = []
-        for document in documents.evaluated:
-            options = sorted(answers[document.index], key=lambda pair: pair[0])
-            assert [option for option, _ in options] == list(range(len(options))), f"{document.where}: {options}"
-            per_document.append(process_results(document, [result for _, result in options], self.settings))  # type: ignore[arg-type]
+        per_document = [
+            process_results(document, some, self.settings)  # type: ignore[arg-type]
+            for document, some in zip(documents.evaluated, self._responses(documents, requests, results), strict=True)
+        ]
         names = [name for name in self.measured() if all(name in one.values for one in per_document)]
         values, categories = aggregate(per_document, names, macro=self.convention == "foundry")
         truncated = sum(one.truncated for one in per_document)

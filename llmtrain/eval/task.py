@@ -45,6 +45,19 @@ class Documents(Generic[D]):
         return len(self.evaluated)
 
 
+@dataclass(frozen=True)
+class Prompting:
+    """Making of a task's prompts. shots: few-shot examples. pmi: False leaves out the requests of PMI scores. style: plain text or
+    a chat template. bad: takes the reasons of documents without requests. whole: False cuts prompts short."""
+
+    shots: int
+    tokenizer: PromptTokenizer
+    pmi: bool
+    style: PromptStyle
+    bad: dict[int, str]
+    whole: bool = True
+
+
 class Task(ABC):
     """All that an evaluation asks of a task. A document has `index` (its number in requests), `where` (file and line) and `text`
     (it with its right answer, for decontamination)."""
@@ -89,23 +102,30 @@ class Task(ABC):
         cannot be read.
         """
 
-    @abstractmethod
     def check_shots(self, documents: Documents[Any], shots: int) -> None:
         """Check the number of few-shot examples; raises EvalError where there are fewer."""
+        if shots and self.without_examples:
+            raise EvalError(f"task {self.name}: {self.without_examples} has no few-shot examples")
+        self._check_pools(documents, shots)
 
     @abstractmethod
-    def _batches(
-        self,
-        documents: Documents[Any],
-        shots: int,
-        tokenizer: PromptTokenizer,
-        pmi: bool,
-        style: PromptStyle,
-        bad: dict[int, str],
-        whole: bool = True,
-    ) -> Iterator[list[Request]]:
-        """Requests, some hundred at a time. bad: takes the reasons of documents without some. whole: False cuts prompts short.
-        Not called for tasks with `rolling`."""
+    def _check_pools(self, documents: Documents[Any], shots: int) -> None:
+        """Check that there are so many examples."""
+
+    @abstractmethod
+    def _batches(self, documents: Documents[Any], how: Prompting) -> Iterator[list[Request]]:
+        """Requests, some hundred at a time. Not called for tasks with `rolling`."""
+
+    @staticmethod
+    def _responses(
+        documents: Documents[Any], requests: Sequence[Request], results: Sequence[Response]
+    ) -> list[list[Response]]:
+        """Responses to the requests of each evaluated document, by their options."""
+        answers: dict[int, list[tuple[int, Response]]] = {one.index: [] for one in documents.evaluated}
+        for request, result in zip(requests, results, strict=True):
+            option = request.option if isinstance(request, LoglikelihoodRequest) else 0
+            answers[request.document].append((option, result))
+        return [[one for _, one in sorted(some, key=lambda pair: pair[0])] for some in answers.values()]
 
     @abstractmethod
     def metrics(self, documents: Documents[Any], requests: Sequence[Request], results: Sequence[Response]) -> Metrics:
@@ -156,7 +176,7 @@ class Task(ABC):
                 raise EvalError(f"task {self.name}: the perplexity of a text needs the model's max_seq_len")
             made = list(rolling_requests(documents.evaluated, encoder, max_seq_len, bad))
             return self._usable(documents, made, bad)
-        for some in self._named_batches(documents, shots, encoder, pmi, style, bad):
+        for some in self._named_batches(documents, Prompting(shots, encoder, pmi, style, bad)):
             made += some
             yield
         return self._usable(documents, made, bad)
@@ -178,15 +198,15 @@ class Task(ABC):
         self.check_shots(documents, shots)
         bad: dict[int, str] = {}
         if not self.rolling:
-            encoder = PromptTokenizer(tokenizer)
-            for some in self._named_batches(documents, shots, encoder, pmi, style, bad, whole=False):
+            how = Prompting(shots, PromptTokenizer(tokenizer), pmi, style, bad, whole=False)
+            for some in self._named_batches(documents, how):
                 self._check_lengths(some, max_seq_len, bad)
         self._usable(documents, [], bad)
 
-    def _named_batches(self, *given: Any, **options: Any) -> Iterator[list[Request]]:
+    def _named_batches(self, documents: Documents[Any], how: Prompting) -> Iterator[list[Request]]:
         """`_batches`, of which errors name the task."""
         try:
-            yield from self._batches(*given, **options)
+            yield from self._batches(documents, how)
         except EvalError as error:
             raise EvalError(f"task {self.name}: {error}") from None
 

@@ -44,6 +44,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain. After a stop string `stopped` is set and no text follows."""
         self._ids.append(token)
+        if token in self.tokenizer.byte_ids:  # the next byte may make the bytes before it no text either
+            return ""
         before = self.tokenizer.decode(self._ids[self._start : self._read])
         now = self.tokenizer.decode(self._ids[self._start :])
         if now.endswith("\ufffd"):  # the bytes so far end within a character

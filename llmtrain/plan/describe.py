@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -109,6 +109,12 @@ class Speed:
     seconds_per_step: float
     days: float | None
 
+    def on(self, gpus: int, seconds_per_step: float, run: Description) -> Speed:
+        """The speed of a run on so many GPUs whose steps take so long."""
+        days = None if run.steps is None else run.steps * seconds_per_step / SECONDS_PER_DAY
+        rate = run.tokens_per_step / gpus / seconds_per_step
+        return replace(self, tokens_per_second_per_gpu=rate, seconds_per_step=seconds_per_step, days=days)
+
 
 @dataclass(frozen=True)
 class Description:
@@ -164,13 +170,19 @@ class Description:
     speed: Speed | None
 
 
-def describe(config: Config, world_size: int = 1, device: Device | None = None, mfu: float = 0.5) -> Description:
+def describe(
+    config: Config,
+    world_size: int = 1,
+    device: Device | None = None,
+    mfu: float = 0.5,
+    per_node: int = GPUS_PER_NODE,
+) -> Description:
     """Describes a config without allocating its weights.
 
     device: the GPU whose speed and memory to compare with. mfu: share of its peak that the run is assumed to reach. The
     peak is train.peak_tflops where the config has it, which also stands for a GPU that is not in the table.
     Raises UserError for a world size the batch cannot be split over, an MFU outside 0..1, or a device without a
-    peak for train.precision.
+    peak for train.precision. per_node: GPUs of a node.
     """
     config.grad_accum(world_size)  # refuses a batch that cannot be split
     model = meta_model(config.model, config.adapt)
@@ -178,7 +190,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
     training = training_flops_per_token(model, seq_len)
     sizes = parameter_sizes(config)
     gpu_memory = device.memory_gb * 1e9 if device else None
-    resolved = resolve_auto(config, sizes, world_size, min(world_size, GPUS_PER_NODE), gpu_memory)
+    resolved = resolve_auto(config, sizes, world_size, min(world_size, per_node), gpu_memory)
     given, config = config, resolved.config
     platform = detect() if device is None else named(device.title, round(device.memory_gb * 1e9), device.compute_units)
     kernels = chosen(config.model, platform, config.train.dtype, config.data.mask_documents)
@@ -221,7 +233,7 @@ def describe(config: Config, world_size: int = 1, device: Device | None = None, 
         shard_ranks=shard_ranks(config, world_size),
         resolved=resolved.reasons if device else (),
         device=platform.device_name,
-        decided=decisions(given, config, platform, kernels, counts.total, world_size, min(world_size, GPUS_PER_NODE)),
+        decided=decisions(given, config, platform, kernels, counts.total, world_size, min(world_size, per_node)),
         microbatch_size=config.train.least_microbatch,
         sharding=config.train.sharding.strategy,
         checkpointing=config.train.activation_checkpointing.type,

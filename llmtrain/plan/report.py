@@ -16,8 +16,11 @@ from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
 
 
-def print_description(description: Description, config: Config, console: Console | None = None) -> None:
-    """Prints every part; what is estimated or assumed says so."""
+def print_description(
+    description: Description, config: Config, points: Sequence[Scale] = (), console: Console | None = None
+) -> None:
+    """Prints every part; what is estimated or assumed says so. points: predictions of `describe --nodes`, one of which is the
+    description's speed."""
     console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
     d, model = description, config.model
     console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
@@ -65,7 +68,7 @@ def print_description(description: Description, config: Config, console: Console
         "Activations are an estimate for compiled layers with fused attention; compare with the peak that training "
         "logs (memory/peak_allocated_gib). The formulas are in llmtrain/plan/memory.py.",
     )
-    console.print(_run(d, config))
+    console.print(_run(d, config, points))
     if d.schedule is not None:
         console.print(f"learning rate: {d.schedule}")
     if d.speed is None:
@@ -202,7 +205,7 @@ def _memory(d: Description, config: Config) -> Table:
     return table
 
 
-def _run(d: Description, config: Config) -> Table:
+def _run(d: Description, config: Config, points: Sequence[Scale]) -> Table:
     table = _table("Run", "", "")
     length = f"{d.steps:,}" if d.steps is not None else f"{config.train.duration}; steps depend on the data"
     table.add_row("steps", length)
@@ -219,7 +222,7 @@ def _run(d: Description, config: Config) -> Table:
         peak = f"{significant(speed.peak_flops / 1e12, 4)} TFLOP/s, {speed.gpu}"
         table.add_section()
         note = "" if speed.peak_source == speed.gpu else f" ({speed.peak_source})"
-        table.add_row("assumed", f"{share(speed.mfu)} MFU (foundry) of {peak}{note}")
+        table.add_row("assumed", f"{share(speed.mfu)} MFU (foundry) of {peak}{note}{', alone' if len(points) else ''}")
         table.add_row("tokens/s/GPU", significant(speed.tokens_per_second_per_gpu, 3))
         table.add_row("time per step", duration(speed.seconds_per_step))
         if speed.days is not None:

@@ -11,6 +11,10 @@ LOCAL_SHARE of the stated rate, fitted to what full sharding, grad_op and one sy
 NVLink, 2026-11-23). That of the network is hidden behind the computation as far as that is long enough; NETWORK_SHARE is an
 assumption, and nothing beyond one node has been measured.
 
+GPUs that share sequences or layers (train.parallel) share a microbatch's work evenly, and exchange what plan/memory.py counts,
+inside a node where all of them are, beside what FSDP2 moves of each one's part. That costs as if nothing of it were hidden: with
+train.parallel.async_tensor less. None of these predictions has been compared with a measurement.
+
 WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
 launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
 of Zamba2-2.7B's, of more and smaller kernels. With graphs, which ranks of one node may have (plan/graph_gain.py), two GPUs kept
@@ -29,7 +33,7 @@ from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.graph_gain import takes_graphs
-from llmtrain.plan.memory import ParameterSizes, estimate_memory, shard_ranks
+from llmtrain.plan.memory import ParameterSizes, estimate_memory, exchanged_bytes, gathered_bytes, shard_ranks
 from llmtrain.schema.config import Config
 
 LOCAL_SHARE = 0.55
@@ -87,37 +91,31 @@ def cluster(device: Device, per_node: int, link: str, node_link: float | None) -
     return Cluster(per_node, rate * 1e9, gigabits * 1e9 / 8)
 
 
-def refuse_divided(config: Config) -> None:
-    """Raises UserError where a model or a sequence is divided between GPUs."""
-    if config.train.parallel.ranks != 1:
-        raise UserError("--nodes predicts data parallelism; use train.parallel={context: 1, tensor: 1}")
-
-
 def curve(
     config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, wanted: int, most: int = 1024
 ) -> list[Scale]:
     """Predictions for 1, 2, 4, ... GPUs of a node, 1, 2, 4, ... nodes up to `most` GPUs, and `wanted` GPUs, each of which has the
-    work that it has on `wanted` of them.
+    work that it has on `wanted` of them; of the numbers that the ranks which share samples (train.parallel) divide.
 
-    config: may have `auto`, which is resolved for each number of GPUs. rate: tokens/s of one GPU alone. memory: bytes of a GPU.
-    Raises UserError where a model or a sequence is divided between GPUs.
+    config: may have `auto`, which is resolved for each number of GPUs. sizes: of a tensor-parallel rank's part. rate: tokens/s of
+    one GPU alone, with tokens of sequences that GPUs share counted once. memory: bytes of a GPU.
     """
-    refuse_divided(config)
-    per_gpu = config.grad_accum(wanted) * config.train.least_microbatch
+    per_group = config.grad_accum(wanted) * config.train.least_microbatch
     doubled = [2**i for i in range(most.bit_length())]
     counts = {count for count in doubled if count <= place.per_node} | {place.per_node * count for count in doubled}
-    counts = {count for count in counts if count <= most} | {wanted}
-    return [_scale(config, sizes, rate, place, memory, gpus, per_gpu) for gpus in sorted(counts)]
+    counts = {count for count in counts if count <= most and count % config.train.parallel.ranks == 0} | {wanted}
+    return [_scale(config, sizes, rate, place, memory, gpus, per_group) for gpus in sorted(counts)]
 
 
 def _scale(
-    config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, gpus: int, per_gpu: int
+    config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, gpus: int, per_group: int
 ) -> Scale:
-    train = config.train.model_copy(update={"global_batch_size": per_gpu * gpus})
+    tokens = per_group * config.data.seq_len / config.train.parallel.ranks  # of one GPU
+    train = config.train.model_copy(update={"global_batch_size": per_group * gpus // config.train.parallel.ranks})
     config = resolve_auto(
         config.model_copy(update={"train": train}), sizes, gpus, min(gpus, place.per_node), memory
     ).config
-    compute = per_gpu * config.data.seq_len / rate
+    compute = tokens / rate
     local, network = exchanged_seconds(config, sizes, place, gpus)
     exposed = local + max(network - compute, 0.0)
     graphs = gpus == 1 or (gpus <= place.per_node and takes_graphs(config, sizes.total, gpus, one_node=True))
@@ -129,7 +127,7 @@ def _scale(
         step_seconds=step,
         exposed=exposed,
         kept=compute / step,
-        tokens_per_second=gpus * per_gpu * config.data.seq_len / step,
+        tokens_per_second=gpus * tokens / step,
         memory=needed,
         fits=needed <= memory,
     )
@@ -146,16 +144,28 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     summed = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gathers = 1 if once or train.sharding.strategy == "grad_op" else 2 * microbatches
     sums = 1 if once else microbatches
-    group = shard_ranks(config, gpus)
+    holders = shard_ranks(config, gpus)
+    group = holders // train.parallel.tensor
     moved = weights * gathers + summed * sizes.total * sums
-    inside = min(group, place.per_node)
+    inside = max(min(group, place.per_node // train.parallel.tensor), 1)
     local = moved * (inside - 1) / inside / (LOCAL_SHARE * place.node_link)
     network = NETWORK_SHARE * place.link
-    spanned = -(-group // place.per_node)
-    seconds = moved * (spanned - 1) / spanned / (min(group, place.per_node) * network)
-    if (replicas := gpus // group) > 1:
+    spanned = -(-group // inside)
+    seconds = moved * (spanned - 1) / spanned / (inside * network)
+    if (replicas := gpus // holders) > 1:
         seconds += 2 * summed * sums * sizes.total / group * (replicas - 1) / replicas / network
-    return local, seconds
+    shared = _shared_bytes(config) * microbatches
+    if train.parallel.ranks <= place.per_node:
+        return local + shared / (LOCAL_SHARE * place.node_link), seconds
+    return local, seconds + shared / network
+
+
+def _shared_bytes(config: Config) -> float:
+    """Bytes that a GPU receives of one microbatch from those that share its sequences and layers. What the forward pass exchanges
+    is exchanged once more for gradients, keys and values also gathered again, and all once more where layers are recomputed."""
+    layers = len(config.model.layer_list())
+    again = sum(map(config.train.activation_checkpointing.recomputes, range(layers))) / layers
+    return (3 + again) * gathered_bytes(config) + (2 + again) * exchanged_bytes(config)
 
 
 def draw(points: Sequence[Scale], path: Path, title: str) -> None:

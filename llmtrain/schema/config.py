@@ -199,9 +199,27 @@ class Config(Section):
             raise UserError(
                 f"train.global_batch_size = {self.train.global_batch_size} cannot be split over {sharers} "
                 f"in microbatches of train.microbatch_size = {self.train.microbatch_size}; "
-                f"it must be a multiple of {groups * self.train.least_microbatch}"
+                f"it must be a multiple of {groups * self.train.least_microbatch}; {self.batch_remedy(groups)}"
             )
         return per_rank // self.train.least_microbatch
+
+    def batch_remedy(self, groups: int) -> str:
+        """What to use for a batch that so many groups of ranks cannot split: batches nearest to it, and where microbatches may be
+        smaller, the largest with which it stays as it is, or the batches nearest to it with the smallest."""
+        batch, given = self.train.global_batch_size, self.train.least_microbatch
+        multiple = MULTIPLE if self.train.float8 is not None else 1
+        smaller = [size for size in range(given - 1, 0, -1) if self.microbatch_tokens(size) % multiple == 0]
+        kept = next((size for size in smaller if batch % (groups * size) == 0), None)
+
+        def nearest(size: int) -> str:
+            unit = groups * size
+            below = batch // unit * unit
+            return f"{below} or {below + unit}" if below else f"{unit}"
+
+        found = f"use {nearest(given)}"
+        if kept is not None:
+            return f"{found}, or train.microbatch_size={kept}, which keeps it"
+        return f"{found}, or {nearest(smaller[-1])} with train.microbatch_size={smaller[-1]}" if smaller else found
 
 
 def _within(folder: str, other: str) -> bool:

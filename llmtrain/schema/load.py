@@ -80,12 +80,10 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
     sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
     unit = groups * train.least_microbatch
     if train.global_batch_size % unit:
-        below = train.global_batch_size // unit * unit
-        near = f"{below} or {below + unit}" if below else f"{unit}"
         yield Problem(
             "train.global_batch_size",
             train.global_batch_size,
-            f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); use {near}",
+            f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); {config.batch_remedy(groups)}",
         )
     size = train.sharding.shard_size
     if size is not None and world_size % size:

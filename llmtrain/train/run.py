@@ -15,7 +15,7 @@ from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import UserError
-from llmtrain.logs import run_log
+from llmtrain.logs import run_log, start_phase
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
@@ -69,16 +69,19 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     world = world_from_environment().split(config.train.parallel.context, config.train.parallel.tensor)
     torch.use_deterministic_algorithms(config.train.deterministic)
     require_shared(folder, world)
-    resumed = newest_checkpoint(folder / "checkpoints", verify=verify, warn=run_log.warning, verified=verified)
+    with start_phase("looked for checkpoints"):
+        resumed = newest_checkpoint(folder / "checkpoints", verify=verify, warn=run_log.warning, verified=verified)
     config = continued(config, resumed) if resumed else config
 
-    training = build(config, world, device)
-    loader = build_train_loader(
-        config.data,
-        global_batch_size=config.train.global_batch_size,
-        vocab_size=config.model.vocab_size,
-        replication=world.replication,
-    )
+    with start_phase("built the model and its optimizer, and chose what is auto"):
+        training = build(config, world, device)
+    with start_phase("opened the training data"):
+        loader = build_train_loader(
+            config.data,
+            global_batch_size=config.train.global_batch_size,
+            vocab_size=config.model.vocab_size,
+            replication=world.replication,
+        )
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
     schedule = resolved_schedule(config, len(loader), samples)
@@ -87,7 +90,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-    beneath = set_weights(training, resumed)
+    with start_phase("loaded weights"):
+        beneath = set_weights(training, resumed)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""
@@ -103,7 +107,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         ranks and TensorGradients(model.hybrid, ranks),
         rewind and rewind.ask,
     )
-    with without_state(training.optimizer):
+    with start_phase("made Composer's trainer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
             model=ComposerHybridLM(model, objective, validation.streams, segments),

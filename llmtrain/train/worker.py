@@ -28,7 +28,7 @@ from llmtrain.errors import (
     without_credentials,
 )
 from llmtrain.kernels.platform import build_vendor, detect
-from llmtrain.logs import copied_to, file_log, run_log
+from llmtrain.logs import copied_to, file_log, run_log, start_phase
 from llmtrain.schema.config import Config
 from llmtrain.train.environment import apply_environment
 from llmtrain.train.faults.early_sigterm import handlers_kept
@@ -155,7 +155,7 @@ def move_aside(lock: RunLock) -> None:
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
-    with handlers_kept():
+    with handlers_kept(), start_phase("imported Composer, StreamingDataset and what they import"):
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train
 

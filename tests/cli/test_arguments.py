@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import getpass
 import os
+from pathlib import Path
 
 import pytest
 
@@ -39,14 +40,15 @@ def test_an_empty_prompt_is_one(capsys):
     assert "/nowhere" in capsys.readouterr().err
 
 
-def test_a_user_without_an_entry_in_passwd_has_a_name(monkeypatch):
+def test_a_user_without_an_entry_in_passwd_has_a_name_and_a_home(monkeypatch):
     """As of `docker run -u 12345`: torch asks for it, for the folder of its cache."""
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
     with pytest.raises(SystemExit):
         main(["--version"])
     assert getpass.getuser() == "uid-3999999999"
+    assert Path.home() == Path("/")
 
 
 def _commands(parser, words=()):

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import main
+from llmtrain.errors import UserError
+from llmtrain.schema.load import check_for_world, load_config
 from tests.support.project import seconds_of_children
 
 GOOD = """\
@@ -261,9 +263,30 @@ def test_batch_that_the_ranks_cannot_share(check):
     status, text = check(GOOD, "--nproc", "3")
     assert status == 2
     assert (
-        "train.global_batch_size  line 15  64: must be a multiple of 24 (3 ranks x microbatch_size 8); use 48 or 72"
-        in text
+        "train.global_batch_size  line 15  64: must be a multiple of 24 (3 ranks x microbatch_size 8); use 48 or 72, or 63 or "
+        "66 with train.microbatch_size=1" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatch", "ranks", "remedy"),
+    [
+        (2048, 4, 2048, "use 8192, or train.microbatch_size=1, which keeps it"),
+        (8192, 16, 2048, "use 32768, or train.microbatch_size=4, which keeps it"),
+        (96, 8, 8, "use 64 or 128, or train.microbatch_size=6, which keeps it"),
+        (512, 16, 2048, "use 32768, or 2048 with train.microbatch_size=1"),
+        (10, 1, 4, "use 8 or 12"),
+        (24, 1, 9, "use 18 or 27"),
+    ],
+)
+def test_a_remedy_for_the_batch_keeps_it_where_smaller_microbatches_can(batch, microbatch, ranks, remedy):
+    config = load_config(
+        "pretrain/mpt-1b", [f"train.{name}" for name in (f"global_batch_size={batch}", f"microbatch_size={microbatch}")]
+    )
+    [problem] = check_for_world(config, ranks)
+    assert problem.message.endswith(f"; {remedy}")
+    with pytest.raises(UserError, match=f"; {remedy}$"):
+        config.grad_accum(ranks)
 
 
 def test_a_warmup_that_rounds_to_nothing_is_refused_where_the_rate_hangs_on_it(check):

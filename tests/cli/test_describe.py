@@ -191,6 +191,31 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("more", "least"),
+    [
+        ([], 1),
+        (["train.parallel.tensor=2"], 2),
+        (["train.parallel={context: 2, tensor: 4}"], 8),
+        (["train.parallel.context=16"], 16),
+        (["--gpus-per-node", "4", "train.sharding.strategy=hybrid"], 1),
+        (["train.sharding.strategy=auto", "train.microbatch_size=auto"], 1),
+        (["train.float8={}", "train.activation_checkpointing.type=full"], 1),
+    ],
+    ids=str,
+)
+def test_a_description_has_one_time_of_a_step_on_every_mesh(more, least, capsys):
+    """Above the predictions and among them, with all that is computed of it; more GPUs that share samples exchange more."""
+    found = facts(capsys, "pretrain/llama3-8b", "--nodes", "16", "--gpu", "h200", "train.global_batch_size=256", *more)
+    [point] = [point for point in found["scaling"] if point["gpus"] == found["world_size"]]
+    speed, gpus = found["speed"], found["world_size"]
+    assert speed["seconds_per_step"] == point["step_seconds"] and found["memory_total"] == point["memory"]
+    assert speed["tokens_per_second_per_gpu"] * gpus == pytest.approx(point["tokens_per_second"])
+    assert speed["days"] * 86_400 == pytest.approx(found["steps"] * point["step_seconds"])
+    assert point["sharding"] == found["sharding"]
+    assert min(each["gpus"] for each in found["scaling"]) == least
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--nodes", "2"], "--nodes needs --gpu NAME"),
@@ -202,7 +227,6 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
         (["--nodes", "2", "--gpu", "h200", "--link", "fast"], "--link takes Gbit/s per GPU"),
         (["--nodes", "2", "--gpu", "h200", "--node-link", "inf"], "above 0, and finite"),
         (["--nodes", "2", "--gpu", "h200", "--gpus-per-node", "0"], "above 0, and finite"),
-        (["--nodes", "2", "--gpu", "h200", "train.parallel.context=2"], "--nodes predicts data parallelism"),
         (["--plot", "x.pdf", "--nodes", "2", "--gpu", "h200"], "--plot x.pdf: expected the name of a .png or .svg"),
     ],
 )

@@ -138,6 +138,23 @@ def test_results_of_other_settings_are_set_aside(place, tmp_path, capsys):
     assert (tmp_path / "out-1" / "note").read_text() == (out / "note").read_text() == "mine"
 
 
+def test_results_that_would_be_lost_are_set_aside(place, tmp_path, capsys):
+    """By the same command, of data that have changed since."""
+    out, tasks = tmp_path / "out", place.tasks[1:3]
+    evaluate(place, out, tasks=tasks)
+    evaluate(place, out, tasks=tasks, cache=None)
+    assert not (tmp_path / "out-1").exists()  # the same once more
+    data = place.folder / "schema.jsonl"
+    before = data.read_text()
+    data.write_text("".join(before.splitlines(keepends=True)[:5]))
+    try:
+        assert evaluate(place, out, tasks=tasks)["results"][0]["documents"] == 5
+    finally:
+        data.write_text(before)
+    assert json.loads((tmp_path / "out-1" / "results.json").read_text())["results"][0]["documents"] == 12
+    assert f"which are now in {tmp_path / 'out-1'}" in capsys.readouterr().err
+
+
 def test_what_changes_the_answers_is_asked_anew(place, tmp_path):
     def asked(*arguments: object, **changes: Any) -> list[int]:
         tasks = place.tasks[1:3]

@@ -12,7 +12,8 @@ from llmtrain.commands.checks import load_runnable
 from llmtrain.config.report import ConfigError
 from llmtrain.eval.compare.compare import compare
 from llmtrain.eval.compare.read import read_sides
-from llmtrain.eval.report.results import Report, flat_metrics, write_results
+from llmtrain.eval.report.results import Report, write_results
+from llmtrain.eval.report.tracking import flat_metrics
 from llmtrain.eval.runner import evaluate
 from llmtrain.schema.config import Config
 from tests.support.evaluation import Place

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.eval.report.results import flat_metrics
+from llmtrain.eval.report.tracking import flat_metrics
 from llmtrain.eval.runner import evaluate
 from llmtrain.generate.load import load_model
 from llmtrain.schema.load import load_config

@@ -113,9 +113,7 @@ class ValidationDataset(IterableDataset):
         self.data = data
         rank, world_size = (number // replication for number in _ranks())
         size = global_batch_size // world_size
-        count = min(data.num_samples, max_samples or data.num_samples)
-        # Evenly spaced: representative of all samples.
-        chosen = np.arange(count) * data.num_samples // count
+        chosen = _evenly_spaced(data.num_samples, max_samples)
         begins = [int(begin) for begin in data.sample_offset_per_stream]
         parts = np.split(chosen, np.searchsorted(chosen, begins[1:]))
         ids = np.concatenate([_padded(part, size) for part in parts])
@@ -145,6 +143,22 @@ class ValidationLoader(FailingLoader):
     """Loader of a ValidationDataset: all of it at each `iter`."""
 
     dataset: ValidationDataset
+
+
+def _evenly_spaced(samples: int, most: int | None) -> np.ndarray:
+    """Ids of at most so many samples, representative of all; None: of all."""
+    count = min(samples, most or samples)
+    return np.arange(count) * samples // count
+
+
+def validated_tokens(data: DataConfig, max_samples: int) -> Iterator[np.ndarray] | None:
+    """Tokens [seq_len] of each sample of build_validation_loader with `max_samples`, over all ranks; None where these are all."""
+    cached = [CachedStream.of(name, stream, data) for name, stream in data.validation_streams().items()]
+    samples = TokenSamples(cached, seq_len=data.seq_len)
+    if max_samples >= samples.num_samples:
+        return None
+    chosen = _evenly_spaced(samples.num_samples, max_samples)
+    return (np.asarray(samples.get_item(int(one))["tokens"]) for one in chosen)
 
 
 def _padded(sample_ids: np.ndarray, multiple: int) -> np.ndarray:

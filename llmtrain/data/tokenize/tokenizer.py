@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ class TextTokenizer:
     def end_ids(self) -> list[int]:
         """Ids of the tokens that end an answer: the end-of-document token, and those of the generation config."""
         return list(dict.fromkeys([self.eod_id, *end_ids(self.generation_config)]))
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of the tokens <0x00> to <0xFF> where the decoder falls back to bytes: a run of them becomes text as one, where all of
+        it is UTF-8."""
+        found = [self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        letter = found[ord("A")]
+        falls_back = letter is not None and "AA" in self.decode([letter, letter])
+        return frozenset(one for one in found if one is not None) if falls_back else frozenset()
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text to be continued, begun as in training; the end-of-document token for an empty one without such a token."""

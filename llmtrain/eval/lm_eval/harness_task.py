@@ -133,8 +133,7 @@ class HarnessTask(ConfigurableTask):
         written = self.config.doc_to_target if doc_to_target is None else doc_to_target
         with failures("`doc_to_target`"):
             if not isinstance(written, str) or written in self.features:
-                found = super().doc_to_target(doc, doc_to_target)
-                return int(found) if isinstance(found, np.integer) else found
+                return _plain(super().doc_to_target(doc, doc_to_target))
             text = self._texts.render(written, doc)
             if len(text) >= 2 and text[0] == "[" and text[-1] == "]":
                 try:
@@ -257,6 +256,13 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
         if callable(function := section.get("process_docs")):
             section["process_docs"] = _named(function)
     return made
+
+
+def _plain(value: Any) -> Any:
+    """A value without NumPy's types, in which code of a task may give numbers of choices."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:

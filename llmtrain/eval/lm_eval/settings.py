@@ -274,9 +274,7 @@ def _check_filters(given: Any, output_type: str) -> None:
     if given is None:
         return
     if not given or not isinstance(given, list):
-        raise EvalError(
-            f"filter_list: expected a list of chains, found {given!r}; without it, the first answer is taken"
-        )
+        raise EvalError(f"filter_list: expected a list of chains, found {given!r}; without it, the first is taken")
     names = []
     for number, chain in enumerate(given):
         key = f"filter_list.{number}"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
-from llmtrain.eval.prompts.chat import PromptStyle
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool
 from llmtrain.eval.prompts.lm_eval import ENCODING
@@ -27,14 +26,12 @@ from llmtrain.eval.prompts.requests import (
     GeneratedText,
     GenerateUntilRequest,
     Loglikelihood,
-    LoglikelihoodRequest,
     Request,
     Response,
 )
-from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.report.document_scores import describe
 from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, WeightedSum, is_perplexity
-from llmtrain.eval.task import Documents, Task
+from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import WITHOUT_EXAMPLES
 from llmtrain.eval.tasks.documents import joined_text
 
@@ -177,29 +174,18 @@ class LmEvalTask(Task):
         ]
         return found * (1 + ("acc_mutual_info" in self.harness.aggregation()))
 
-    def check_shots(self, documents: Documents[LmEvalDocument], shots: int) -> None:
-        if shots and self.without_examples:
-            raise EvalError(f"task {self.name}: {self.without_examples} has no few-shot examples")
+    def _check_pools(self, documents: Documents[LmEvalDocument], shots: int) -> None:
         if shots:
             with self._named():
                 pool = len(self.harness.sampler.df)
             check_pool(self.name, pool, shots, self.harness.excludes_document, None)
 
-    def _batches(
-        self,
-        documents: Documents[LmEvalDocument],
-        shots: int,
-        tokenizer: PromptTokenizer,
-        pmi: bool,
-        style: PromptStyle,
-        bad: dict[int, str],
-        whole: bool = True,
-    ) -> Iterator[list[Request]]:
-        task = self.harness.fresh() if shots else self.harness
-        task = task if pmi else task.without_mutual_information()
-        prompts = (one for document in documents.evaluated for one in self._prompts(task, document, shots, style, bad))
-        cut = prompts if whole else map(shortened, prompts)
-        for some in encode(cut, ENCODING, tokenizer, self.settings.generation, bad):
+    def _batches(self, documents: Documents[LmEvalDocument], how: Prompting) -> Iterator[list[Request]]:
+        task = self.harness.fresh() if how.shots else self.harness
+        task = task if how.pmi else task.without_mutual_information()
+        prompts = (one for document in documents.evaluated for one in self._prompts(task, document, how))
+        cut = prompts if how.whole else map(shortened, prompts)
+        for some in encode(cut, ENCODING, how.tokenizer, self.settings.generation, how.bad):
             yield [one for request in some for one in self._repeated(request)]
 
     def _repeated(self, request: Request) -> list[Request]:
@@ -208,14 +194,12 @@ class LmEvalTask(Task):
             return [request]
         return [replace(request, repeat=number) for number in range(self.settings.repeats)]
 
-    def _prompts(
-        self, task: HarnessTask, document: LmEvalDocument, shots: int, style: PromptStyle, bad: dict[int, str]
-    ) -> list[Prompt]:
+    def _prompts(self, task: HarnessTask, document: LmEvalDocument, how: Prompting) -> list[Prompt]:
         """Prompts of a document, none if it is bad."""
         try:
             with time_limit(DOCUMENT_SECONDS, "its prompt"):
                 task.check_answer(document.record)
-                instances = task.instances_of(document.index, document.record, shots, style)
+                instances = task.instances_of(document.index, document.record, how.shots, how.style)
             arguments: list[Any] = [one.args for one in instances]
             written = task.OUTPUT_TYPE != "generate_until"
             return [
@@ -223,22 +207,14 @@ class LmEvalTask(Task):
                 for number, one in enumerate(arguments)
             ]
         except Exception as error:  # also of a task's own code
-            bad[document.index] = str(error) or type(error).__name__
+            how.bad[document.index] = str(error) or type(error).__name__
             return []
 
     def metrics(
         self, documents: Documents[LmEvalDocument], requests: Sequence[Request], results: Sequence[Response]
     ) -> Metrics:
-        answers: dict[int, list[tuple[int, Response]]] = {one.index: [] for one in documents.evaluated}
-        for request, result in zip(requests, results, strict=True):
-            option = request.option if isinstance(request, LoglikelihoodRequest) else 0
-            answers[request.document].append((option, result))
-        responses = [
-            [result for _, result in sorted(answers[one.index], key=lambda pair: pair[0])]
-            for one in documents.evaluated
-        ]
         with self._named():
-            return self._metrics(documents.evaluated, responses, len(requests))
+            return self._metrics(documents.evaluated, self._responses(documents, requests, results), len(requests))
 
     def _metrics(
         self, documents: Sequence[LmEvalDocument], responses: Sequence[list[Response]], requests: int

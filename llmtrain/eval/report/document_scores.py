@@ -89,10 +89,12 @@ def given_answer(line: Line, metric: str) -> str:
     """The answer of the model, for people: the chosen choice, the generated text, or the log-likelihood."""
     if "text" in line:
         return str(line["text"])
-    chosen = line.get("chosen", {}).get(metric.removeprefix("acc_"))
-    if chosen is not None and chosen < len(line.get("choices", ())):
-        return line["choices"][chosen]
-    likelihoods = line.get("log_likelihoods", ())
+    likelihoods, choices = line.get("log_likelihoods", ()), line.get("choices", ())
+    if choices:
+        chosen = line.get("chosen", {}).get(metric.partition(",")[0].removeprefix("acc_"))
+        if chosen is None:  # no accuracy: the answer is that of the highest log-likelihood
+            chosen = max(range(min(len(likelihoods), len(choices))), key=likelihoods.__getitem__, default=None)
+        return "" if chosen is None or chosen >= len(choices) else choices[chosen]
     return f"log-likelihood {sum(likelihoods):.2f}" if likelihoods else ""
 
 

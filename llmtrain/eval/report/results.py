@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,9 +232,9 @@ def as_markdown(report: Report) -> str:
 
 
 def _meaning(result: Result) -> str | None:
-    name = result.metrics.headline
-    if name == "acc" and result.task_settings.get("output_type") == "multiple_choice":  # of lm-evaluation-harness
-        name = "acc_sum"
+    name, kind = result.metrics.headline.partition(",")[0], result.task_settings.get("output_type")
+    if name == "acc" and kind not in (None, "loglikelihood"):  # of lm-evaluation-harness; others' own code computes it
+        return MEANINGS["acc_sum"] if kind == "multiple_choice" else None
     return MEANINGS.get(name)
 
 
@@ -332,32 +332,6 @@ def draw(report: Report, path: Path) -> Path | None:
 
 def _scores(report: Report, title: str) -> list[float]:
     return [one.metrics.score.value for one in report.results if one.title == title]
-
-
-def flat_metrics(results: Sequence[Result], asked: Collection[tuple[str, int]] = ()) -> dict[str, float]:
-    """Values by `icl/<task>/<metric>` for loggers, standard errors by `icl/<task>/<metric>_stderr`, `truncated` where contexts
-    were cut and `skipped` where documents were left out.
-
-    Names of tasks that run with several numbers of shots include the number. asked: tasks and shots, also of those that failed.
-    """
-    counts = {(one.task, one.shots) for one in results} | set(asked)
-    several = {task for task, _ in counts if sum(task == other for other, _ in counts) > 1}
-    found: dict[str, float] = {}
-    for one in results:
-        name = f"icl/{one.task}" + (f"-{one.shots}-shot" if one.task in several else "")
-        for metric, value in one.metrics.values.items():
-            found |= flat_estimate(f"{name}/{metric}", value)
-        if one.metrics.truncated:
-            found[f"{name}/truncated"] = one.metrics.truncated
-        if one.skipped:
-            found[f"{name}/skipped"] = len(one.skipped)
-    return found
-
-
-def flat_estimate(name: str, estimate: Estimate) -> dict[str, float]:
-    """An estimate and, where it is known, its standard error, by name for loggers."""
-    error = {} if estimate.stderr is None else {f"{name}_stderr": estimate.stderr}
-    return {name: estimate.value, **error}
 
 
 def truncation_note(result: Result) -> str:

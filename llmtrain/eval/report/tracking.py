@@ -1,14 +1,15 @@
-"""Logging of results to Weights & Biases."""
+"""Names of results for loggers, and logging of results to Weights & Biases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmtrain.eval.report.document_scores import ANSWER_COLUMNS, MOST_ANSWERS, answer_rows
 from llmtrain.eval.report.long_table import COLUMNS
-from llmtrain.eval.report.results import Report, flat_estimate, flat_metrics, long_rows
+from llmtrain.eval.report.metrics import Estimate
+from llmtrain.eval.report.results import Report, Result, long_rows
 from llmtrain.schema.wandb import WandbConfig, go_offline_without_key
 
 
@@ -48,3 +49,29 @@ def tables(report: Report, model: str) -> list[tuple[str, list[Any], list[Any]]]
         ("icl/results", list(COLUMNS), results),
         ("icl/answers", list(ANSWER_COLUMNS), answers[:MOST_ANSWERS]),
     ]
+
+
+def flat_metrics(results: Sequence[Result], asked: Collection[tuple[str, int]] = ()) -> dict[str, float]:
+    """Values by `icl/<task>/<metric>` for loggers, standard errors by `icl/<task>/<metric>_stderr`, `truncated` where contexts
+    were cut and `skipped` where documents were left out.
+
+    Names of tasks that run with several numbers of shots include the number. asked: tasks and shots, also of those that failed.
+    """
+    counts = {(one.task, one.shots) for one in results} | set(asked)
+    several = {task for task, _ in counts if sum(task == other for other, _ in counts) > 1}
+    found: dict[str, float] = {}
+    for one in results:
+        name = f"icl/{one.task}" + (f"-{one.shots}-shot" if one.task in several else "")
+        for metric, value in one.metrics.values.items():
+            found |= flat_estimate(f"{name}/{metric}", value)
+        if one.metrics.truncated:
+            found[f"{name}/truncated"] = one.metrics.truncated
+        if one.skipped:
+            found[f"{name}/skipped"] = len(one.skipped)
+    return found
+
+
+def flat_estimate(name: str, estimate: Estimate) -> dict[str, float]:
+    """An estimate and, where it is known, its standard error, by name for loggers."""
+    error = {} if estimate.stderr is None else {f"{name}_stderr": estimate.stderr}
+    return {name: estimate.value, **error}

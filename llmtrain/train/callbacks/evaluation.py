@@ -28,12 +28,10 @@ from llmtrain.eval.report.results import (
     RESULTS,
     Report,
     Result,
-    flat_estimate,
-    flat_metrics,
     truncation_note,
     write_results,
 )
-from llmtrain.eval.report.tracking import tables
+from llmtrain.eval.report.tracking import flat_estimate, flat_metrics, tables
 from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
 from llmtrain.eval.runner import gauntlet_scores_of, read_tasks
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests

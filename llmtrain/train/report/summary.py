@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from composer.utils import dist
 
-from llmtrain.data.partitions.baselines import read_baselines
+from llmtrain.data.loader.loaders import validated_tokens
+from llmtrain.data.partitions.baselines import XZ_BYTES, read_baselines, xz_bits_per_byte
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
 from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.generate.decoding import decode
@@ -56,10 +58,22 @@ def _tell_quality(config: Config, outcome: Outcome) -> None:
         return
     line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
     if config.data.prepare and not config.data.prepare.streams:
-        baselines = read_baselines(config.data.prepare.out)
-        others = {"xz -9": baselines.xz, "a unigram model over the same tokens": baselines.unigram}
+        others = _baselines(config, config.data.prepare.out)
         line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)
     run_log.info(line)
+
+
+def _baselines(config: Config, folder: str) -> dict[str, float | None]:
+    """Bits per byte of other models of the validated text, by their names; with eval.max_samples xz alone, over those samples."""
+    chosen = None if config.eval.max_samples is None else validated_tokens(config.data, config.eval.max_samples)
+    if chosen is None:
+        of_all = read_baselines(folder)
+        return {"xz -9": of_all.xz, "a unigram model over the same tokens": of_all.unigram}
+    tokenizer = load_run_tokenizer(config.data.model_dump(mode="json"))
+    count = min(config.eval.max_samples or 0, XZ_BYTES // config.data.seq_len)
+    text = "".join(tokenizer.decode(tokens.tolist()) for tokens in itertools.islice(chosen, count)).encode()
+    same = "the same" if count == config.eval.max_samples else "the first"
+    return {f"xz -9 of {same} {count:,} samples": xz_bits_per_byte(text) if text else None}
 
 
 def _complete(config: Config, outcome: Outcome) -> str | None:

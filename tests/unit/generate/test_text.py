@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.generate import text
 from llmtrain.generate.text import TextStream, _overlap
-from tests.support.icl import byte_level
+from tests.support.icl import byte_level, sentence_piece
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,23 @@ def test_every_token_that_ends_texts_ends_an_answer(tokenizer, monkeypatch, name
     chunks = list(text.complete(None, tokenizer, ["go"], max_new_tokens=9))  # type: ignore[arg-type]
     assert seen == [tokenizer.prompt_ids("go")]
     assert [chunk.end for chunk in chunks if chunk.end] == ["length" if named in (None, "7") else "eod"]
+
+
+BYTES = ["<0x41>", "<0x0A>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0xE8>", "<0xB5>", "<0xB0>", "<0xFF>"]
+
+
+def test_bytes_are_shown_once_their_run_has_ended():
+    """Llama 2's kind decodes a run of bytes as one: what comes in pieces is the text that tokenizers makes of all tokens."""
+    tokenizer = sentence_piece()
+    backend, rng = tokenizer.backend, random.Random(0)
+    ids = {name: backend.token_to_id(name) for name in BYTES}
+    assert tokenizer.byte_ids >= set(ids.values()) and not byte_level().byte_ids
+    context = tokenizer.encode("the answer is")
+    runs = [["<0x0A>", "<0xF0>"], ["<0x41>", "<0xFF>"], BYTES[2:6], BYTES[6:9], BYTES[6:8]]
+    runs += [rng.sample(BYTES, rng.randint(1, 6)) for _ in range(40)]
+    words = tokenizer.encode("so long and how")
+    for run in runs:
+        tokens = [word for name in run for word in [ids[name], *rng.sample(words, rng.choice([0, 0, 1]))]]
+        made = TextStream(tokenizer, context)
+        found = "".join(map(made.add, tokens)) + made.finish()
+        assert found == tokenizer.decode([*context, *tokens])[len(tokenizer.decode(context)) :], run

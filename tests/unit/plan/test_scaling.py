@@ -11,8 +11,8 @@ from llmtrain.errors import UserError
 from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.plan.describe import parameter_sizes
-from llmtrain.plan.memory import ParameterSizes
-from llmtrain.plan.scaling import Cluster, Scale, cluster, curve, exchanged_seconds
+from llmtrain.plan.memory import ParameterSizes, exchanged_bytes, gathered_bytes
+from llmtrain.plan.scaling import LOCAL_SHARE, NETWORK_SHARE, Cluster, Scale, cluster, curve, exchanged_seconds
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -126,7 +126,22 @@ def test_links_that_are_not_known(name, link, node_link, message):
         cluster(device_by_short_name(name), 8, link, node_link)
 
 
-def test_sequences_that_ranks_share_are_not_predicted():
-    shared = config("llama3-1b", "train.parallel.context=2")
-    with pytest.raises(UserError, match="data parallelism"):
-        curve(shared, SIZES, 50_000, H200, 141e9, wanted=8)
+def test_ranks_that_share_samples_exchange_within_a_node_or_over_the_network():
+    """FSDP2 moves a tensor-parallel rank's part alone; what ranks exchange of activations comes on top, over slower links where a
+    node does not hold them all."""
+    place = Cluster(8, 1e9 / LOCAL_SHARE, 1e9 / NETWORK_SHARE)
+
+    def seconds(*overrides: str) -> tuple[float, float, Config]:
+        shared = ["train.sharding.strategy=full", "train.microbatch_size=4", "train.global_batch_size=64"]
+        made = config("llama3-1b", *shared, *overrides)
+        return *exchanged_seconds(made, SIZES, place, 16), made
+
+    local, network, tensor = seconds("train.parallel.tensor=2")
+    moved = 2 * 2 * 2 + 2 * 4  # of each of 2 microbatches gathered twice in 2 bytes, and summed in 4
+    exchanged = 2 * exchanged_bytes(tensor) / 1e9
+    assert (local, network) == pytest.approx((moved * 3 / 4 + 2 * exchanged, moved / 2 / 4))
+    again, _, _ = seconds("train.parallel.tensor=2", "train.activation_checkpointing.type=full")
+    assert again - local == pytest.approx(exchanged)
+    local, network, context = seconds("train.parallel.context=16")
+    received = 16 * 3 * gathered_bytes(context) / 1e9
+    assert (local, network) == pytest.approx((8 * moved * 7 / 8, 8 * moved / 2 / 8 + received))

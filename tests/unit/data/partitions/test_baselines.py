@@ -5,9 +5,13 @@ import math
 
 import numpy as np
 import pytest
+from streaming import StreamingDataset
 
 from llmtrain.data.partitions.baselines import read_baselines, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.prepare import PrepareError, prepare
+from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer
+from llmtrain.schema.load import load_config
+from llmtrain.train.report import summary
 
 
 def test_unigram_is_the_cross_entropy_of_add_one_smoothed_counts():
@@ -43,3 +47,24 @@ def test_a_prepared_folder_carries_both(corpus, settings, tmp_path):
     assert read_baselines(none).xz is None and read_baselines(none).unigram is None
     with pytest.raises(PrepareError, match="not a folder made by"):
         read_baselines(tmp_path)
+
+
+def test_xz_reads_the_samples_that_the_model_was_validated_on(corpus, settings):
+    """Not all of the held-out text, where the run validates on a part of its samples."""
+    out = prepare(settings(corpus), progress=False).out
+    changes = ["model.vocab_size=300", "data.seq_len=32", f"data.prepare.out={out}"]
+
+    def baselines(samples: int | None) -> dict[str, float | None]:
+        return summary._baselines(
+            load_config("quickstart", [*changes, f"eval.max_samples={samples or 'null'}"]), str(out)
+        )
+
+    of_all = read_baselines(out)
+    everything = {"xz -9": of_all.xz, "a unigram model over the same tokens": of_all.unigram}
+    assert baselines(None) == baselines(10_000) == everything
+    [(label, found)] = baselines(3).items()
+    samples = StreamingDataset(local=f"{out}/validation", shuffle=False, batch_size=1)
+    chosen = [samples[i * len(samples) // 3]["tokens"] for i in range(3)]
+    tokenizer = load_run_tokenizer(load_config("quickstart", changes).data.model_dump(mode="json"))
+    text = "".join(tokenizer.decode(tokens.tolist()) for tokens in chosen)
+    assert (label, found) == ("xz -9 of the same 3 samples", xz_bits_per_byte(text.encode()))

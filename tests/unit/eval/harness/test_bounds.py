@@ -20,7 +20,7 @@ from llmtrain.eval.lm_eval.index import TaskIndex
 from llmtrain.eval.lm_eval.limits import time_limit
 from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
 from llmtrain.eval.lm_eval.yaml_file import read_task_file
-from llmtrain.eval.prompts.requests import GeneratedText
+from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
 from llmtrain.eval.task_names import TaskNames
 from tests.support.icl import byte_level
 from tests.support.task_files import write_files
@@ -114,12 +114,25 @@ def test_a_function_of_another_folder_is_found_and_allowed_by_that_folder(tmp_pa
         code(tmp_path, text, "doc_to_text", "../utils.asked", tmp_path / "deep")
 
 
-def test_the_number_of_a_choice_may_be_numpys(tmp_path):
-    text = "import numpy as np\ndef right(record):\n    return np.int32(record['label'])\n"
+@pytest.mark.parametrize("given", ["np.int32(record['label'])", "np.array(record['label'])"])
+def test_the_number_of_a_choice_may_be_numpys(tmp_path, given):
+    text = f"import numpy as np\ndef right(record):\n    return {given}\n"
     made = code(tmp_path, text, "doc_to_target", "../utils.right", tmp_path)
     documents = made.documents()
     requests = made.requests(documents, byte_level(), 2)
     assert len(requests) == 2 * len(ROWS) and documents.evaluated[1].text == "Q: is 1 odd?\nA: yes"
+
+
+@pytest.mark.parametrize("given", ["np.array([record['label'], 0])", "[np.int64(record['label']), 0]"])
+def test_several_numbers_of_choices_may_be_numpys(tmp_path, given):
+    text = f"import numpy as np\ndef right(record):\n    return {given}\n"
+    made = code(tmp_path, text, "doc_to_target", "../utils.right", tmp_path)
+    documents = made.documents()
+    requests = made.requests(documents, byte_level(), 0)
+    result = made.metrics(
+        documents, requests, [Loglikelihood(-float(number % 2), False, 1) for number in range(len(requests))]
+    )
+    assert (result.documents, result.score.value) == (len(ROWS), 1.0)
 
 
 def test_code_that_shuffles_does_so_as_at_the_begin_of_the_harness(tmp_path, monkeypatch):

@@ -88,3 +88,11 @@ def test_rows_of_answers_are_bounded_and_for_people():
     many = result("m", "t", choices([True] * 300)).metrics.per_document
     assert len(list(answer_rows("t", 0, "acc_sum", many))) == ANSWERS_PER_TASK
     assert given_answer({}, "acc_sum") == ""
+    chosen = {"choices": ["no", "yes", "so"], "log_likelihoods": [-3.0, -1.0, -2.0, -0.1], "chosen": {"acc": 2}}
+    assert [given_answer(chosen, name) for name in ("acc", "acc,strict", "f1", "brier_score")] == [
+        "so",
+        "so",
+        "yes",
+        "yes",
+    ]
+    assert given_answer({"choices": ["no", "yes"]}, "f1") == ""

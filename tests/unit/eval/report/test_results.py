@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from llmtrain.eval.report.results import (
     as_json,
     as_long_csv,
     as_markdown,
-    flat_metrics,
     write_results,
 )
+from llmtrain.eval.report.tracking import flat_metrics
 from tests.support.results import choices, texts
 from tests.support.results import result as result_of
 
@@ -74,6 +75,26 @@ def test_the_table_has_a_row_for_each_model_and_says_what_it_measures(report):
     assert "c, arc (0-shot): 3 of 400 contexts were cut" in text
     assert re.search(r"^Documents: arc \(0-shot\) \d+, arc \(5-shot\) \d+, text \(0-shot\) \d+\.$", text, re.MULTILINE)
     assert "| c | 33.3 ± 1.3 | 33.3 ± 1.3 |" in text, "above the baseline, rescaled"
+
+
+@pytest.mark.parametrize(
+    ("headline", "kind", "meaning"),
+    [
+        ("acc", "multiple_choice", "the choice of the highest log-likelihood (`acc`)"),
+        ("acc,first", "multiple_choice", "the choice of the highest log-likelihood (`acc`)"),
+        ("acc", "loglikelihood", "every token of the continuation is the likeliest"),
+        ("acc", None, "every token of the continuation is the likeliest"),  # of our own YAMLs
+        ("acc", "generate_until", None),  # of a task's own code
+    ],
+)
+def test_accuracy_is_explained_as_it_is_computed(headline, kind, meaning):
+    settings = {} if kind is None else {"output_type": kind}
+    text = as_markdown(
+        Report("try", [replace(result("m", "t", 0, metrics(0.5, headline=headline)), task_settings=settings)])
+    )
+    assert [line for line in text.splitlines() if line.startswith(f"- `{headline}`")] == (
+        [f"- `{headline}`: {meaning}"] if meaning else []
+    )
 
 
 def test_csv_holds_numbers_as_they_are(report):
