@@ -11,8 +11,10 @@ import torch
 from llmtrain.data.loader.batches import collate, collate_packed, filler
 from llmtrain.models.config import LossConfig
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.train.batches import microbatches
+from llmtrain.train.composer_model import data_spec
 
 SEQ_LEN = 6
 OBJECTIVE = NextToken(LossConfig())
@@ -62,3 +64,18 @@ def test_a_part_of_the_sequences_counts_its_own_labels(batch: Any):
 def test_a_batch_without_counts_is_counted():
     batch: Any = {key: value for key, value in collate(samples(5)).items() if key != "label_counts"}
     assert [part["n_labels"] for part in microbatches(batch, 3, OBJECTIVE)] == [15, 10]
+
+
+def test_one_rank_of_those_that_share_samples_counts_them():
+    """Samples and tokens; Composer adds up what the ranks count."""
+    loader: Any = [batches()[0]]
+    groups = [(context, tensor) for context in range(2) for tensor in range(3)]
+    found = []
+    for context, tensor in groups:
+        segments, ranks = ContextParallelRanks(context, 2), TensorRanks(tensor, 3)
+        spec = data_spec(loader, OBJECTIVE, segments, ranks)
+        found.append((spec.get_num_samples_in_batch(loader[0]), spec.get_num_tokens_in_batch(loader[0])))
+    alone = data_spec(loader, OBJECTIVE)
+    whole = (alone.get_num_samples_in_batch(loader[0]), alone.get_num_tokens_in_batch(loader[0]))
+    assert whole == (len(loader[0]["sample_ids"]), loader[0]["input_ids"].numel())
+    assert found == [whole, *[(0, 0)] * 5]

@@ -99,6 +99,11 @@ def test_documents_lie_whole_in_samples_where_the_layout_says(seed, window, monk
     assert packer.padding == rows.size - sum(map(len, documents)) == layout.tokens[layout.documents < 0].sum()
 
 
+def test_best_fit_takes_the_fullest_bin_that_an_item_fits():
+    """Rooms of 4, 3 and 2 are left for the 2, which fills the last; the 1 then goes where least is left."""
+    assert best_fit(np.array([6, 7, 8, 2, 1]), 10) == [[2, 3], [1, 4], [0]]
+
+
 def test_best_fit_of_many_documents_pads_less_than_a_hundredth():
     lengths = np.random.default_rng(1).lognormal(6, 1.2, 20_000).astype(np.int64) + 1  # median 400 tokens
     packer = BestFitPacker(2048, 0, "uint16", has_bytes=False)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from llmtrain.schema.training import SpikeConfig
+from llmtrain.train.callbacks.stability import _means
 from llmtrain.train.faults.spike_window import SpikeWindow
 
 
@@ -67,3 +68,8 @@ def test_a_saved_state_does_not_change_with_the_next_step():
     before = json.dumps(state)
     made.add(1.0, 1.0)
     assert json.dumps(state) == before
+
+
+def test_a_step_is_compared_by_its_loss_per_label_and_the_mean_of_the_ranks_norms():
+    assert _means([12.0, 4.0, 10.0, 2.0]) == (3.0, 5.0)
+    assert _means([0.0, 0.0, 10.0, 2.0]) == (0.0, 5.0)  # a step without labels
