@@ -93,8 +93,8 @@ def pytest_configure(config) -> None:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Tests marked slow, ci, compile or wheel run only when asked for: pytest -m slow."""
-    for mark in ("slow", "ci", "compile", "wheel"):
+    """Tests marked slow, ci, campaign, compile or wheel run only when asked for: pytest -m slow."""
+    for mark in ("slow", "ci", "campaign", "compile", "wheel"):
         if mark not in config.getoption("-m"):
             for item in items:
                 if item.get_closest_marker(mark):

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.repository import Repository, usable
 from llmtrain.checkpoint.stored import LOCK, StoredCheckpoint, list_stored
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.config.locks import locked
 from llmtrain.progress import ByteBar
 
 _ASKED = ".remote-asked"
@@ -39,7 +38,7 @@ def fetch_newest(
     cannot be asked: going on from an older checkpoint, or from nothing, would make a second run of it.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / LOCK):
+    with locked(root / LOCK, "fetches a checkpoint"):
         asked = root / _ASKED
         if launch is not None and asked.is_file():
             last, _, verified = asked.read_text().partition("\n")

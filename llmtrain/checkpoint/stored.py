@@ -18,6 +18,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.local import LocalCheckpoint, folder_name
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
 from llmtrain.config.addresses import local_problem
+from llmtrain.config.locks import locked
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 
@@ -101,8 +102,6 @@ class StoredCheckpoint(Checkpoint):
 
     def fetch(self) -> Path:
         """A copy in LLMTRAIN_CACHE (default ~/.cache/llmtrain), made once; any number of processes may call this."""
-        from filelock import FileLock  # here, because `llmtrain check` imports this file and locks nothing
-
         manifest = self.require()
         place = os.environ.get("LLMTRAIN_CACHE", "~/.cache/llmtrain")
         if problem := local_problem(place):
@@ -111,7 +110,7 @@ class StoredCheckpoint(Checkpoint):
         # The save, too, is in the name: another one of the same step is another folder.
         root = cache / hashlib.sha256(f"{self.address} {manifest.save_id}".encode()).hexdigest()[:16]
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / LOCK):
+        with locked(root / LOCK, f"fetches {self.address}"):
             folder = root / folder_name(manifest.step)
             if LocalCheckpoint(folder).problem is not None:
                 log.info(f"downloading {self.address} ({self.nbytes / 1e6:,.1f} MB) to {folder}")

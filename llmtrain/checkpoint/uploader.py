@@ -14,6 +14,7 @@ from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.stores.base import ObjectStore
 from llmtrain.checkpoint.upload import GoneError, upload
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.logs import log
 
 _LOOK_SECONDS = 1.0
@@ -84,7 +85,7 @@ class Uploader:
         found: list[tuple[Path, str]] = []
         for folder in folders(self._root):
             try:
-                save_id = manifests.parse(folder, (folder / manifests.NAME).read_bytes()).save_id
+                save_id = manifests.parse(folder, read_bytes(folder / manifests.NAME)).save_id
             except (OSError, CheckpointError):
                 continue  # gone meanwhile, or damaged: the run itself will report it
             found.append((folder, save_id))

@@ -57,6 +57,8 @@ def convert(source: str, out: Path, args: argparse.Namespace, *, progress: bool)
     refuse_existing(out)
     path = Path(source).expanduser()
     foreign = not is_remote(source) and is_composer_checkpoint(path)
+    if not is_remote(source) and not path.exists():
+        raise UserError(f"{path} does not exist" + (", or is a link that leads nowhere" if path.is_symlink() else ""))
     if args.config and not foreign:
         raise UserError("--config has no effect: the checkpoint has its own config")
     if args.to == "llmtrain":

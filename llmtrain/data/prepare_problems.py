@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason, working_folder
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
 from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
 from llmtrain.data.sources.token_kinds import token_kind
@@ -91,7 +92,7 @@ def _tokenizer_problems(config: Config, prepare: PrepareConfig) -> Iterator[Prob
 
 def _vocabulary(file: Path) -> int:
     """One more than the largest token id."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     entries = content["model"]["vocab"]
     ids = [len(entries) - 1] if isinstance(entries, list) else list(entries.values())
     return max([*ids, *(token["id"] for token in content.get("added_tokens", []))]) + 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import read_text
 from llmtrain.data.partitions.prepared_folder import PreparedFolder, fingerprint, lock_folder
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources.compression import DAMAGES, decompress
@@ -78,7 +79,7 @@ def _train_tokenizer(out: Path, configs: Sequence[PrepareConfig]) -> str:
     }
     made_from = folder / "made_from"
     with lock_folder(folder):
-        if not (made_from.is_file() and made_from.read_text() == fingerprint(inputs)):
+        if not (made_from.is_file() and read_text(made_from) == fingerprint(inputs)):
             texts = (text for one, some in zip(configs, files, strict=True) for text in training_texts(one, some))
             train_bpe(texts, size).save(folder)
             replace_file(made_from, fingerprint(inputs).encode())

@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock
+from filelock import Timeout
 
 from llmtrain.config.held_folder import moved_text
+from llmtrain.config.locks import locked, private_folder
 from llmtrain.distributed.processes import boot_id, pid_namespace, start_time
 from llmtrain.errors import RunError, UserError
 from llmtrain.logs import log
@@ -167,15 +168,23 @@ def _end_for(other: Holder, folder: Path) -> None:
 def _acquire(path: Path, launch: str) -> tuple[int, Holder]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     # Where there is no flock, starts on this machine that find the same stale lock must take it over one by one.
-    mutex = FileLock(Path(tempfile.gettempdir()) / f"llmtrain-run-locks-{os.getuid()}.lock")
+    mutex = private_folder("run-locks")
+    if mutex is None:
+        raise RunError(
+            f"{tempfile.gettempdir()} has no place for locks of this user alone; set TMPDIR to a folder that has"
+        )
     try:
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with mutex:
+            with locked(mutex / "lock", "looks at locks of runs", _PATIENCE_SECONDS):
                 taken = _try(path, launch, deadline)
             if taken is not None:
                 return taken
             time.sleep(0.1)
+    except Timeout:
+        raise RunError(
+            f"another process has locked {mutex / 'lock'} for {_PATIENCE_SECONDS:g} s; end that process"
+        ) from None
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}") from error
 

@@ -15,6 +15,7 @@ from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.config.overrides import apply_override
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.config.report import ConfigError
 from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.texts import LocalPath, PathText, RunName
@@ -156,7 +157,7 @@ def _folder_problems(run: EvalRun) -> list[Problem]:
 
 def _read(path: str | Path) -> YamlSource:
     file = find_config(path)
-    if file.is_file() and not file.read_bytes().strip():
+    if file.is_file() and not read_bytes(file).strip():
         raise ConfigError(str(path), [Problem("", None, "is empty; it needs tasks, or a gauntlet")])
     source = read_file(file)
     source.title = config_title(path)

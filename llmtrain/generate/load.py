@@ -15,6 +15,7 @@ from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Section
 from llmtrain.config.decode import decode
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
@@ -98,7 +99,7 @@ def checkpoint_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
     if stored_tokenizer.NAME in manifest.files:
         manifests.verify(folder, manifest, names=[stored_tokenizer.NAME])
         file = folder / stored_tokenizer.NAME
-        return stored_tokenizer.as_trained(stored_tokenizer.unpack(file.read_bytes(), file), manifest.config["data"])
+        return stored_tokenizer.as_trained(stored_tokenizer.unpack(read_bytes(file), file), manifest.config["data"])
     if (folder / "tokenizer").is_dir():
         return stored_tokenizer.as_trained(load_tokenizer(folder / "tokenizer"), manifest.config.get("data") or {})
     try:

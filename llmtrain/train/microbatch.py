@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import read_json
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
@@ -193,7 +194,7 @@ def search_key(config: Config, resolved: Config, world: World, gauge: Gauge) -> 
 
 def remembered(path: Path, key: str) -> int | None:
     try:
-        size = json.loads(path.read_text(encoding="utf-8"))[key]["microbatch_size"]
+        size = read_json(path)[key]["microbatch_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return size if isinstance(size, int) else None
@@ -201,7 +202,7 @@ def remembered(path: Path, key: str) -> int | None:
 
 def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = read_json(path)
     except (OSError, ValueError):
         known = {}
     known = known if isinstance(known, dict) else {}

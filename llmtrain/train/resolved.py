@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.regular_file import read_json
 from llmtrain.distributed.world import World
 from llmtrain.plan.decisions import decisions
 from llmtrain.schema.config import Config
@@ -39,4 +40,4 @@ def write_resolved(folder: Path, training: Training, given: Config, world: World
 def read_resolved(folder: Path) -> dict[str, Any]:
     """Settings that a run resolved, from the file in its folder, under its name or its old one."""
     path = folder / FILE
-    return json.loads((path if path.exists() else folder / OLD_FILE).read_text(encoding="utf-8"))
+    return read_json(path if path.exists() else folder / OLD_FILE)

@@ -11,6 +11,7 @@ from llmtrain.checkpoint.local import LocalCheckpoint, folders
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.checksums import checksum
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.data.loader.mixture import allowed_change, unchanged_steps
 from llmtrain.data.shards.checks import data_fingerprint, stream_samples
 from llmtrain.data.shards.index import ShardError
@@ -95,7 +96,7 @@ def tokenizer_files(config: Config, resumed: LocalCheckpoint | None) -> dict[str
     """The run's tokenizer as a file of its checkpoints: that of the checkpoint it goes on from, else the one beside its shards;
     none where there is neither. Raises TokenizerError for one that cannot be read."""
     if resumed is not None and stored_tokenizer.NAME in resumed.require().files:
-        return {stored_tokenizer.NAME: (resumed.folder / stored_tokenizer.NAME).read_bytes()}
+        return {stored_tokenizer.NAME: read_bytes(resumed.folder / stored_tokenizer.NAME)}
     found = stored_tokenizer.run_tokenizers(config.data.model_dump(mode="json"))
     return {stored_tokenizer.NAME: stored_tokenizer.pack(found[0])} if found else {}
 
@@ -105,7 +106,7 @@ def _other_tokenizers(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
     if not isinstance(checkpoint, LocalCheckpoint) or stored_tokenizer.NAME not in checkpoint.require().files:
         return
     file = checkpoint.folder / stored_tokenizer.NAME
-    content = file.read_bytes()
+    content = read_bytes(file)
     for folder in stored_tokenizer.run_tokenizers(config.data.model_dump(mode="json")):
         if not stored_tokenizer.same_tokens(content, file, folder):
             began, now = checksum(content)[:16], checksum(stored_tokenizer.pack(folder))[:16]

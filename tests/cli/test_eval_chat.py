@@ -11,7 +11,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.prompts.chat import chat_template
+from llmtrain.eval.prompts.chat import ChatTemplate, chat_template
 from tests.support.evaluation import Place
 from tests.support.icl import byte_level
 
@@ -140,3 +140,10 @@ def test_a_tokenizers_own_template(tmp_path):
     load_tokenizer(tmp_path).save(tmp_path / "copy")
     copied = load_tokenizer(tmp_path / "copy")
     assert (copied.chat_template, copied.config["chat_template"]) == (TEMPLATE + "!", NO_SYSTEM)
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+    monkeypatch.setattr("llmtrain.eval.prompts.chat.DOCUMENT_SECONDS", 0.3)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(EvalError, match=r"chat template x took longer than 0\.3 s"):
+        ChatTemplate(endless, {}, "x")

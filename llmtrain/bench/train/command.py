@@ -16,6 +16,7 @@ from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.output_folder import replace_file, unwritable_reason
+from llmtrain.config.regular_file import read_text
 from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
@@ -97,7 +98,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """The newest result of each case by name; a line that was cut off is none."""
     found: dict[str, dict[str, Any]] = {}
     if path.exists():
-        for line in path.read_text(encoding="utf-8").split("\n"):  # not splitlines(): U+2028 ends no line
+        for line in read_text(path).split("\n"):  # not splitlines(): U+2028 ends no line
             try:
                 result = json.loads(line)
                 found[result["name"]] = result

@@ -6,11 +6,11 @@ header as JSON, and the tensors' bytes without gaps. Nothing in it is executed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.regular_file import parse_json
 from llmtrain.errors import UserError
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -38,7 +38,7 @@ def read_header(path: Path) -> Header:
             raise HeaderError("it does not begin as a safetensors file")
         text = file.read(length)
     try:
-        tensors = json.loads(text)
+        tensors = parse_json(text)
         metadata = tensors.pop("__metadata__", {})
     except (ValueError, AttributeError, TypeError) as error:
         raise HeaderError(f"its header is not JSON: {error}") from None

@@ -15,6 +15,7 @@ import xxhash
 
 from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Manifest
 from llmtrain.config.output_folder import write_synced
+from llmtrain.config.regular_file import parse_json, read_bytes
 
 NAME = "index.json"
 
@@ -70,14 +71,14 @@ def read(folder: Path, manifest: Manifest) -> Index:
     if NAME not in manifest.files:
         raise CheckpointError(f"{folder} is incomplete: its manifest does not list {NAME}")
     try:
-        content = (folder / NAME).read_bytes()
+        content = read_bytes(folder / NAME)
     except OSError as error:
         raise CheckpointError(f"{folder}: {NAME} cannot be read: {error}") from None
     # The index is small, and damage to it has puzzling effects: its hash is compared even if those of the tensors are not.
     if xxhash.xxh3_128_hexdigest(content) != manifest.files[NAME]["xxh3_128"]:
         raise CheckpointError(f"{folder} is damaged: {NAME} is not what was written (its xxh3_128 differs)")
     try:
-        fields = json.loads(content)
+        fields = parse_json(content)
         tensors = {
             name: TensorRecord(record["dtype"], record["shape"], [Piece(**piece) for piece in record["pieces"]])
             for name, record in fields["tensors"].items()

@@ -20,7 +20,7 @@ import xxhash
 from llmtrain.checkpoint.format.header import HeaderError, read_header
 from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
 from llmtrain.config.output_folder import write_synced
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
 FORMAT = 2
@@ -214,7 +214,7 @@ def _read_text(folder: Path) -> bytes:
 def _decode_fields(folder: Path | str, text: bytes) -> dict[str, Any]:
     """The manifest's JSON, after a check of its format number and its own checksum."""
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except ValueError as error:  # not RecursionError: 1000 nested brackets do not come from damage
         raise CheckpointError(f"{folder}/{NAME} cannot be read: {error}") from None
     if not isinstance(fields, dict) or type(fields.get("format")) is not int:

@@ -14,6 +14,7 @@ import xxhash
 
 from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file, sync_folder
 from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.config.regular_file import read_bytes
 
 _READ_BYTES = 8 * 2**20
 _SENDING = ".sending-"
@@ -38,7 +39,7 @@ class MountedStore:
 
     def read(self, name: str) -> bytes:
         with self._failing(name):
-            return (self._root / name).read_bytes()
+            return read_bytes(self._root / name)
 
     def holds(self, name: str, size: int, digest: str) -> bool:
         path = self._root / name

@@ -33,6 +33,8 @@ from llmtrain.checkpoint.stores.retry import RetryPolicy
 
 PART_BYTES = 16 * 2**20
 """Size of a part of a multipart upload: a lost connection costs as much, and a sending thread holds it in memory."""
+_MOST_PAGES = 2_000
+"""Pages of a listing, of 1,000 objects each."""
 _MAX_PARTS = 10_000
 """S3's limit (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
 _READ_BYTES = 2**20
@@ -154,14 +156,17 @@ class S3Store:
     ) -> Iterator[dict[str, Any]]:
         """Pages of a listing. following: the fields of a page that ask for the next one, by the arguments they become."""
         more: dict[str, Any] = {}
-        while True:
+        for _ in range(_MOST_PAGES):
             page = self._request(operation, name, **arguments, **more)
             if "IsTruncated" not in page:  # which every listing has: an HTML page or an empty answer is none
                 raise StoreError(f"{self.url}: what answers there is no S3 store (a listing without IsTruncated)")
             yield page
             if not page.get("IsTruncated"):
                 return
-            more = {argument: page[field] for argument, field in following.items()}
+            before, more = more, {argument: page.get(field) for argument, field in following.items()}
+            if more == before or None in more.values():
+                raise StoreError(f"{self.url}: what answers there is no S3 store (a listing that does not go on)")
+        raise StoreError(f"{self.url}: a listing of more than {_MOST_PAGES:,} pages; give the run a prefix of its own")
 
     def stream(self, name: str, size: int) -> Iterator[bytes]:
         at, pauses = 0, self._retry.pauses()

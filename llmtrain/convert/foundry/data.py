@@ -25,7 +25,7 @@ def read_data(root: Settings, seq_len: int | None, validates: bool) -> tuple[dic
     loader = root.section("train_loader")
     _refuse_other_loaders(loader)
     dataset = loader.section("dataset")
-    section: dict[str, Any] = {"seq_len": seq_len, "train": {"streams": _streams(dataset)}}
+    section: dict[str, Any] = {"seq_len": seq_len, "train": {"streams": _streams(dataset, seq_len)}}
     streams: dict[str, Any] = {}
     for label, evaluated in _eval_loaders(root):
         _refuse_other_loaders(evaluated)
@@ -80,14 +80,17 @@ def _eval_loaders(root: Settings) -> list[tuple[str, Settings]]:
     return loaders
 
 
-def _streams(dataset: Settings) -> dict[str, dict[str, Any]]:
-    """Our streams, of either form: `streams`, or one local, remote and split."""
+def _streams(dataset: Settings, seq_len: int | None = None) -> dict[str, dict[str, Any]]:
+    """Our streams, of either form: `streams`, or one local, remote and split. seq_len: of training, whose streams may have
+    `repeat` and `choose`."""
     given = dataset.take("streams", dict)
     common = {key: dataset.take(key, str) for key in ("local", "remote", "split")}
     if not given:
         return {_stream_name(common): _stream(common)}
     streams: dict[str, dict[str, Any]] = {}
-    proportions = {name for name, stream in given.items() if (stream or {}).get("proportion") is not None}
+    proportions = {
+        n for n, stream in given.items() if isinstance(stream, dict) and stream.get("proportion") is not None
+    }
     for name, data in given.items():
         stream = Settings(data or {}, dataset.notes, f"{dataset.at('streams')}.{name}")
         dataset.adopt(stream)
@@ -96,9 +99,13 @@ def _streams(dataset: Settings) -> dict[str, dict[str, Any]]:
         made = _stream(values, name)
         if (proportion := stream.take("proportion", float)) is not None:
             made["proportion"] = proportion
-        for key in ("repeat", "choose"):
-            if key in stream:
-                stream.left(key, "streams are mixed by proportion; give one to every stream")
+        if seq_len is None:
+            for key in filter(stream.__contains__, ("repeat", "choose")):
+                stream.left(key, "validation reads every sample of its streams once")
+        elif (repeat := stream.take("repeat", float)) is not None:
+            made["repeats"] = repeat
+        elif (choose := stream.take("choose", int)) is not None:
+            made["tokens"] = choose * seq_len
         streams[_unused(_name(name), streams)] = made
     if proportions and len(proportions) != len(given):
         dataset.left("streams", "a proportion must be given to every stream or to none")

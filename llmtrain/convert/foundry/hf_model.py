@@ -6,12 +6,12 @@ which trains from new weights alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmtrain.config.base import Problem
+from llmtrain.config.regular_file import read_json
 from llmtrain.convert.foundry.settings import Settings
 from llmtrain.errors import UserError
 
@@ -139,7 +139,7 @@ def _config(model: Settings, name: str) -> dict[str, Any] | None:
     file = Path(name) / "config.json"
     if name and file.is_file():
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
+            return read_json(file)
         except ValueError as error:
             problem = Problem(model.at("pretrained_model_name_or_path"), name, f"{file} is no JSON: {error}")
             model.notes.problems.append(problem)

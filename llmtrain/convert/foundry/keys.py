@@ -83,7 +83,10 @@ MAPPED: dict[str, tuple[str, str]] = {
     "train_loader.dataset.local": ("data.train.streams.*.local", ""),
     "train_loader.dataset.remote": ("data.train.streams.*.remote", ""),
     "train_loader.dataset.split": ("data.train.streams.*.split", ""),
-    "train_loader.dataset.streams": ("data.train.streams", "local, remote, split, proportion"),
+    "train_loader.dataset.streams": (
+        "data.train.streams",
+        "local, remote, split, proportion, `repeat`, `choose`",
+    ),
     "train_loader.dataset.max_seq_len": ("data.seq_len", ""),
     "train_loader.dataset.shuffle": ("data.shuffle", "default false, as there"),
     "train_loader.dataset.shuffle_seed": ("data.shuffle_seed", ""),

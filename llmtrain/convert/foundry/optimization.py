@@ -57,7 +57,7 @@ def _optimizer(optimizer: Settings, lr: float, comments: dict[str, str]) -> dict
     decay = optimizer.take("weight_decay", float, 1e-5)
     section = {
         "lr": lr,
-        "betas": [float(beta) for beta in optimizer.take("betas", list, [0.9, 0.95])],
+        "betas": optimizer.take_numbers("betas", [0.9, 0.95]),
         "eps": optimizer.take("eps", float, 1e-8),
         "weight_decay": float(f"{decay / named:.12g}") if named else 0.0,
     }

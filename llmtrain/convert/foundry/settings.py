@@ -10,6 +10,22 @@ from llmtrain.config.base import Problem
 from llmtrain.config.report import type_name
 from llmtrain.convert.foundry.keys import meaning
 
+LEAST = dict.fromkeys(
+    (
+        "d_model",
+        "n_heads",
+        "n_layers",
+        "vocab_size",
+        "max_seq_len",
+        "global_train_batch_size",
+        "kv_n_heads",
+        "head_dim",
+    ),
+    1,
+)
+"""Key -> its least value."""
+_MOST = 2**53
+
 
 @dataclass(frozen=True)
 class Note:
@@ -35,7 +51,10 @@ class Notes:
 class Settings:
     """One section of the foreign YAML. Every `take` marks a key as read; `unread` tells about the others."""
 
-    def __init__(self, data: dict[str, Any], notes: Notes, path: str = ""):
+    def __init__(self, data: Any, notes: Notes, path: str = ""):
+        if not isinstance(data, dict):
+            notes.problems.append(Problem(path, data, f"expected a mapping, found {type_name(data)}"))
+            data = {}
         self.data, self.notes, self.path = data, notes, path
         self._read: set[str] = set()
         self._sections: dict[str, Settings] = {}
@@ -51,7 +70,8 @@ class Settings:
         self._read.update(keys)
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a key, or the default where it is absent or blank. A value of another type is a problem."""
+        """The value of a key, or the default where it is absent or blank. A value of another type, or out of the key's range, is a
+        problem."""
         self._read.add(key)
         value = self.data.get(key)
         if value is None:
@@ -59,6 +79,10 @@ class Settings:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if isinstance(value, bool) and bool not in kinds:
             kinds = ()
+        if isinstance(value, (int, float)) and not LEAST.get(key, -_MOST) <= value <= _MOST:
+            wanted = f"{LEAST[key]} or more, and at most {_MOST}" if key in LEAST else "a finite number below 2^53"
+            self.notes.problems.append(Problem(self.at(key), value, f"expected {wanted}"))
+            return default
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if kinds == (int,) and isinstance(value, float) and value == int(value):
@@ -69,6 +93,12 @@ class Settings:
             self.notes.problems.append(Problem(self.at(key), value, f"expected {names}, found {type_name(value)}"))
             return default
         return value
+
+    def take_numbers(self, key: str, default: list[float]) -> list[float]:
+        """A list of numbers."""
+        found = self.take(key, list, default)
+        entries = Settings({str(place): item for place, item in enumerate(found)}, self.notes, self.at(key))
+        return [entries.take(place, float, 0.0) for place in entries.data]
 
     def section(self, key: str) -> Settings:
         """A mapping below this one; empty where it is absent."""

@@ -12,7 +12,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.config_type import is_foundry
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource, read_file
-from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED
+from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, meaning
 
 RUN_NAME = "{run_name}"
 """Composer's placeholder, which stands for a blank `run_name` too: LLM Foundry reads that from $RUN_NAME."""
@@ -33,6 +33,8 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
         source.origins = {
             key.removeprefix(prefix): line for key, line in source.origins.items() if key.startswith(prefix)
         }
+    # Of keys that are not needed here, such as a tokenizer's model_max_length of 10^30, a value need not be readable.
+    source.problems = [found for found in source.problems if not _is_not_needed(found.path)]
     if source.problems:
         raise ConfigError(source.title, source.problems, source.origins)
     if not is_foundry(source.data):
@@ -40,7 +42,7 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
         raise ConfigError(source.title, [Problem("", None, what)])
     variables = {key for key in source.data if key not in _ROOTS and f"${{{key}}}" in str(source.data)}
     for section in (source.data, source.data.get("variables") or {}):
-        if "run_name" in section and section["run_name"] is None:
+        if isinstance(section, dict) and "run_name" in section and section["run_name"] is None:
             section["run_name"] = RUN_NAME
     source.data = _resolved(source)
     return source, variables
@@ -80,6 +82,11 @@ def _keep_environment(value: Any) -> Any:
     if isinstance(value, list):
         return [_keep_environment(item) for item in value]
     return value.replace("${oc.env:", "\\${oc.env:") if isinstance(value, str) else value
+
+
+def _is_not_needed(path: str) -> bool:
+    found = meaning(path.removeprefix("parameters."))
+    return found is not None and found.kind == "not needed"
 
 
 def _first_line(error: Exception) -> str:

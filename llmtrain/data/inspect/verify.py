@@ -98,6 +98,8 @@ def folder_faults(folder: Path, samples: Mapping[str, int | None]) -> Iterator[s
         yield str(error)
         return
     if manifest is None:
+        if (folder / MANIFEST).exists():
+            yield f"{folder / MANIFEST}: is no manifest of `llmtrain prepare`"
         return
     for split, counts in manifest["splits"].items():
         if split not in samples:

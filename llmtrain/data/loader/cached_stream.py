@@ -15,6 +15,7 @@ from streaming.base.format.base.reader import FileInfo
 from streaming.base.format.mds import MDSReader
 from streaming.base.storage.download import CloudDownloader
 
+from llmtrain.config.regular_file import read_text
 from llmtrain.data.shards.fetch import REMOTE, Fetcher
 from llmtrain.data.shards.index import Index, ShardError, read_index
 from llmtrain.logs import run_log
@@ -53,7 +54,7 @@ class CachedStream:
         if self.remote:
             self._fetcher(None).fetch_index(self.remote)
             with contextlib.suppress(FileNotFoundError):
-                of = (self.folder / REMOTE).read_text(encoding="utf-8")
+                of = read_text(self.folder / REMOTE)
                 if of.rstrip("/") != self.remote.rstrip("/"):
                     raise ShardError(
                         f"{self.folder} caches {of}, not {self.remote}: give another folder as local, or remove this one"

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.sources.records import Slice
 
@@ -128,8 +129,8 @@ def _copies_of_cut_files(reports: Path, partitions: Sequence[Partition]) -> Iter
     """(partition, position) of every part of a text file that equals an earlier one."""
     whole: list[tuple[Any, list[tuple[int, dict[str, Any]]]]] = []
     for number, partition in enumerate(partitions):
-        text = _parts_path(reports, partition.id).read_text(encoding="utf-8", errors="surrogateescape")
-        for part in json.loads(text):
+        text = read_text(_parts_path(reports, partition.id), errors="surrogateescape")
+        for part in parse_json(text):
             key = part["source"], part["file"]
             if part["begin"] == 0 or not whole or whole[-1][0] != key:
                 whole.append((key, []))

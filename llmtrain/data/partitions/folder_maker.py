@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtrain import __version__
 from llmtrain.config.output_folder import make_marked, replace_file, working_folder
+from llmtrain.config.regular_file import read_bytes, read_text
 from llmtrain.data.partitions.cutting import Partition, cut, identify
 from llmtrain.data.partitions.dedup import find_duplicates, has_hashes, without
 from llmtrain.data.partitions.maker import MakeSettings
@@ -129,9 +130,7 @@ class FolderMaker:
                 "vocab_size": tokenizer.vocab_size,
                 "eod_token": tokenizer.eod_token,
                 "eod_id": tokenizer.eod_id,
-                "digest": hashlib.blake2b(
-                    (folder / "tokenizer/tokenizer.json").read_bytes(), digest_size=16
-                ).hexdigest(),
+                "digest": hashlib.blake2b(read_bytes(folder / "tokenizer/tokenizer.json"), digest_size=16).hexdigest(),
                 **(
                     {"begin_id": first}
                     if first is not None and first in (tokenizer.eod_id, tokenizer.role_id("bos"))
@@ -177,7 +176,7 @@ class FolderMaker:
         for name in (*SPLITS, REPORTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         made_from = self.folder / REPORTS / "tokenizer"
-        if self.config.vocab_size and made_from.is_file() and made_from.read_text() == fingerprint(inputs):
+        if self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs):
             return load_tokenizer(self.folder / "tokenizer")
         tokenizer = load_tokenizer(self.config.tokenizer) if self.config.tokenizer else self._train_tokenizer()
         tokenizer.save(self.folder / "tokenizer")

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.locks import locked
 from llmtrain.config.output_folder import MARKER
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.sources.token_kinds import mark_of_side_file
-from llmtrain.logs import log
 from llmtrain.schema.data import PrepareConfig
 
 FORMAT = 3
@@ -148,13 +149,16 @@ def fingerprint(inputs: dict[str, Any]) -> str:
 
 
 def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a finished folder, or None where there is none. Raises PrepareError if it is damaged."""
+    """The manifest of a finished folder, or None where there is none of ours. Raises PrepareError if it is damaged."""
     file = Path(out) / MANIFEST
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
+        if not isinstance(found, dict):
+            raise ValueError("is no JSON object")
+        return found if isinstance(found.get("splits"), dict) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
 
 
@@ -182,8 +186,8 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
 def _refuse_foreign(out: Path) -> None:
     """Raise PrepareError for a folder with something in it that `llmtrain prepare` did not write: it would be removed too."""
     foreign = sorted(path.name for path in out.iterdir() if path.name not in _ENTRIES)
-    with contextlib.suppress(PrepareError):  # a damaged manifest tells nothing
-        manifest = read_manifest(out)
+    with contextlib.suppress(OSError, ValueError):  # a damaged manifest tells nothing
+        manifest = read_json(out / MANIFEST)
         if not isinstance(manifest, dict) or not {"fingerprint", "splits"} <= manifest.keys():
             foreign.append(MANIFEST)
     if foreign:
@@ -248,21 +252,10 @@ def _size(file: Path) -> int | None:
 def lock_folder(out: Path) -> Iterator[None]:
     """Lock `out` against other processes that prepare it, and say so where one does. Raises PrepareError if its parent cannot be
     written to."""
-    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
-
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        path = out.parent / f".{out.name}.lock"
-        path.touch()  # FileLock waits for ever where no file can be made
-        lock = FileLock(path)
+    with contextlib.ExitStack() as stack:
         try:
-            lock.acquire(timeout=_TOLD_AFTER)
-        except Timeout:
-            log.info(f"another process prepares {out}: waiting for it to end")
-            lock.acquire()
-    except OSError as error:
-        raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
-    try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out.parent / f".{out.name}.lock", f"prepares {out}"))
+        except OSError as error:
+            raise PrepareError(f"cannot write to {out.parent}: {error.strerror or error}") from error
         yield
-    finally:
-        lock.release()

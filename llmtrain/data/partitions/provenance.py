@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import parse_json, read_bytes, read_text
 from llmtrain.data.partitions.array_file import pack_arrays, unpack_arrays
 from llmtrain.data.partitions.cutting import Partition
 from llmtrain.data.shards.best_fit import Layout
@@ -94,8 +95,8 @@ def read_documents(reports: Path, id: str) -> PartitionDocuments | None:
     """The documents of a partition; None where they were not recorded. Raises PrepareError for a damaged file."""
     path = documents_path(reports, id)
     try:
-        arrays = unpack_arrays(path.read_bytes())
-        content = json.loads(arrays["slices"].tobytes().decode("utf-8", "surrogateescape"))
+        arrays = unpack_arrays(read_bytes(path))
+        content = parse_json(arrays["slices"].tobytes().decode("utf-8", "surrogateescape"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
@@ -285,7 +286,7 @@ class Sources:
 def read_sources(reports: Path) -> Sources | None:
     """The sources of a prepared folder; None where they were not recorded. Raises PrepareError for a damaged file."""
     try:
-        content = json.loads((reports / SOURCES).read_text(encoding="utf-8", errors="surrogateescape"))
+        content = parse_json(read_text(reports / SOURCES, errors="surrogateescape"))
     except FileNotFoundError:
         return None
     except ValueError as error:

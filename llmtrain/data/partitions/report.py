@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
+from llmtrain.config.regular_file import read_bytes, read_json
 from llmtrain.data.partitions.array_file import unpack_arrays
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import documents_path
@@ -54,7 +54,7 @@ class PartitionReport:
 
     def arrays(self, folder: Path) -> dict[str, NDArray]:
         """`counts_SPLIT` [vocab_size], `rest_SPLIT`, `rest_bytes_SPLIT` and `held_text`, of a partition in `folder`."""
-        return unpack_arrays(arrays_path(folder, self.id).read_bytes())
+        return unpack_arrays(read_bytes(arrays_path(folder, self.id)))
 
     def shard_files(self) -> dict[str, dict[str, Any]]:
         """Path in the folder that is made -> basename, bytes and hashes, of each shard's file."""
@@ -75,7 +75,7 @@ def arrays_path(folder: Path, id: str) -> Path:
 def read_report(folder: Path, id: str) -> PartitionReport | None:
     """The report of a partition that is finished in `folder`, with its shards there and of their size; else None."""
     try:
-        content = json.loads(report_path(folder, id).read_text(encoding="utf-8"))
+        content = read_json(report_path(folder, id))
         report = PartitionReport(**content)
         beside = (arrays_path(folder, id), documents_path(folder / REPORTS, id))
         whole = all(path.is_file() for path in beside) and all(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.config.base import Problem
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import Index, ShardError, read_index
 from llmtrain.schema.data import DataConfig, StreamConfig
 
@@ -103,7 +104,7 @@ def check_vocabulary(data: DataConfig, vocab_size: int) -> list[Problem]:
     folders = {stream.local for stream in [*data.train_streams().values(), *data.validation_streams().values()]}
     for folder in sorted(folders):
         try:
-            manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text(encoding="utf-8"))
+            manifest = read_json(Path(folder).expanduser() / "manifest.json")
             size = int(manifest["tokenizer"]["vocab_size"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not of `llmtrain prepare`, or remote: samples are checked during training

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.data.shards.index import ShardError, hash_of, parse_index
 from llmtrain.data.shards.stored_stream import unpack
 from llmtrain.logs import run_log
@@ -112,7 +113,7 @@ class Fetcher:
         content, file = None, self.folder / packed["basename"]
         if self._is_here(packed):
             with contextlib.suppress(FileNotFoundError):  # removed by another job
-                content = file.read_bytes()
+                content = read_bytes(file)
         if content is not None and (fault := self._fault(packed, content)):
             if self.download is None:
                 raise ShardError(
@@ -196,7 +197,7 @@ class Fetcher:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=f".download-{number}-") as folder:
             path = os.path.join(folder, os.path.basename(name))
             self.download(name, path)
-            return Path(path).read_bytes()
+            return read_bytes(Path(path))
 
     def _fault(self, part: dict[str, Any], content: bytes) -> str | None:
         """Difference between a file and the index, as a sentence fragment; None if there is none."""

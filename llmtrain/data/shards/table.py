@@ -10,7 +10,6 @@ import contextlib
 import json
 import mmap
 import os
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any, overload
 
 import xxhash
 
+from llmtrain.config.locks import locked, private_folder
+from llmtrain.config.regular_file import parse_json
 from llmtrain.errors import UserError
 
 _VERSION = 1
@@ -45,7 +46,7 @@ class ShardTable(Sequence[dict[str, Any]]):
         if bytes(content[:8]) != _MAGIC:
             raise TableError("not a table of shards")
         length = int.from_bytes(content[8:16], "little")
-        header = json.loads(bytes(content[16 : 16 + length]))
+        header = parse_json(bytes(content[16 : 16 + length]))
         self.kinds: list[dict[str, Any]] = header["kinds"]
         self.digest: str = header["digest"]
         columns, begin, count = [], _aligned(16 + length), header["count"]
@@ -81,7 +82,7 @@ class ShardTable(Sequence[dict[str, Any]]):
                 column.append(value)
         header = json.dumps(
             {
-                "kinds": [json.loads(kind) for kind in kinds],
+                "kinds": [parse_json(kind) for kind in kinds],
                 "digest": digest,
                 "count": len(columns["samples"]),
                 "raw": len(raw),
@@ -122,23 +123,23 @@ def _aligned(position: int) -> int:
 
 def _part(texts: memoryview, ends: memoryview, number: int) -> Any:
     text = bytes(texts[ends[number - 1] if number else 0 : ends[number]])
-    return json.loads(text) if text else None
+    return parse_json(text) if text else None
 
 
 def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]) -> ShardTable:
     """The table of an index.json; a large one is made once on a machine. read: yields its valid entries."""
     digest = xxhash.xxh3_128_hexdigest(index)
-    folder = _folder() if len(index) >= _LARGE else None
+    folder = private_folder("indexes") if len(index) >= _LARGE else None
     if folder is None:
         return ShardTable(memoryview(ShardTable.build(read(index), digest)))
     file = folder / f"{digest}.v{_VERSION}"
     with contextlib.suppress(OSError, ValueError):
         return _mapped(file)
-    from filelock import FileLock, Timeout  # here, because `llmtrain check` imports this file and locks nothing
+    from filelock import Timeout  # here, because `llmtrain check` imports this file and locks nothing
 
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(Timeout):  # at worst the table is made twice
-            stack.enter_context(FileLock(folder / "lock", timeout=_PATIENCE))
+        with contextlib.suppress(Timeout, OSError):  # at worst the table is made twice
+            stack.enter_context(locked(folder / "lock", f"makes {file}", _PATIENCE))
         with contextlib.suppress(OSError, ValueError):
             return _mapped(file)
         content = ShardTable.build(read(index), digest)
@@ -150,18 +151,6 @@ def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]
         except OSError:  # a full disk
             temporary.unlink(missing_ok=True)
             return ShardTable(memoryview(content))
-
-
-def _folder() -> Path | None:
-    """A folder of this user alone, so that nobody else can put a table there; None where there is none."""
-    folder = Path(tempfile.gettempdir()) / f"llmtrain-indexes-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError:
-        return None
-    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077 and not folder.is_symlink()
-    return folder if mine and os.access(folder, os.W_OK) else None
 
 
 def _mapped(file: Path) -> ShardTable:

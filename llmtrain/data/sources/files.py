@@ -8,7 +8,6 @@ same wherever the corpus lies.
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import sysconfig
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import MARKER
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.sources.compression import EXTENSIONS, compression_of
 from llmtrain.data.sources.formats import CSV_EXTENSIONS, JSONL_EXTENSIONS, is_structured, plain_name
 from llmtrain.data.sources.storage import SCHEMES, fixed_folder, has_pattern, list_remote
@@ -307,7 +307,7 @@ def _saved_arrow(folder: str, names: list[str]) -> set[str] | None:
     if not {"state.json", "dataset_info.json"} <= set(names):
         return None
     try:
-        state = json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
+        state = read_json(Path(folder, "state.json"))
         return {file["filename"] for file in state["_data_files"]}
     except (KeyError, TypeError, ValueError):
         return None

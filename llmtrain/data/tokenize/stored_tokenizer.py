@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from llmtrain.config.regular_file import read_text
 from llmtrain.data.partitions.prepared_folder import read_manifest
 from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
@@ -25,7 +26,7 @@ def pack(folder: Path) -> bytes:
     for pattern in ("tokenizer.json", *CONFIG_FILES, *COMPANIONS):
         for file in sorted(folder.glob(pattern)):
             try:
-                files[str(file.relative_to(folder))] = file.read_text(encoding="utf-8")
+                files[str(file.relative_to(folder))] = read_text(file)
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{file} cannot be read: {error}") from None
     return json.dumps(files, indent=0, sort_keys=True).encode()

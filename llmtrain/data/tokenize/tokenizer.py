@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from llmtrain.config.regular_file import read_text
 from llmtrain.data.prepare_problems import may_be_hub_name
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
@@ -250,7 +251,7 @@ def _read_companions(folder: Path) -> dict[str, Any]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file} is not UTF-8 text: {error}") from error
 

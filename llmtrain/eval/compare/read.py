@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.checksums import KEY, DamagedError, decode
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.config.report import suggest
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.document_scores import Line, read_lines
@@ -67,7 +68,7 @@ def read_sides(a: Path, b: Path | None, model_a: str | None, model_b: str | None
 def _content(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
     try:
-        content, _ = decode(file.read_bytes())
+        content, _ = decode(read_bytes(file))
         rows = content["results"]
         assert rows and all(one["documents"] and one["metrics"] and one["convention"] for one in rows)
         return content
@@ -80,7 +81,7 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EvalError(f"{file}: {error.strerror}") from None
     except DamagedError as error:
-        if f'"{KEY}"'.encode() not in file.read_bytes():
+        if f'"{KEY}"'.encode() not in read_bytes(file):
             raise EvalError(f"{file}: is no results.json of `llmtrain eval`") from None
         raise EvalError(f"{file} {error}; run the same `llmtrain eval` again, which asks nothing anew") from None
     except (ValueError, KeyError, TypeError, AssertionError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval.limits import DOCUMENT_SECONDS, time_limit
+from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool

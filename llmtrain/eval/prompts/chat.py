@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from llmtrain.config.regular_file import read_text
 from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, TextTokenizer, token_text
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.logs import log
 
 _QUESTION = "1 + 1 = ?"
@@ -104,14 +106,15 @@ class ChatTemplate:
 
         options: dict[str, Any] = dict(self.special_tokens)
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self.text,
-                add_generation_prompt=not continue_final_message,
-                continue_final_message=continue_final_message,
-                **options,
-            )
-        except TemplateError:
+            with time_limit(DOCUMENT_SECONDS, f"chat template {self.source}"):
+                rendered, _ = render_jinja_template(
+                    conversations=[[dict(message) for message in messages]],
+                    chat_template=self.text,
+                    add_generation_prompt=not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    **options,
+                )
+        except (TemplateError, EvalError):
             raise
         except Exception as error:  # a template may fail like any program
             raise EvalError(f"chat template {self.source}: {_reason(error)}") from None
@@ -133,7 +136,7 @@ def chat_template(tokenizer: TextTokenizer, setting: bool | str) -> ChatTemplate
     if setting is not True:
         path = Path(setting).expanduser()
         try:
-            text, source = path.read_text(encoding="utf-8"), str(path)
+            text, source = read_text(path), str(path)
         except (OSError, UnicodeDecodeError) as error:
             raise EvalError(f"chat_template: {path} cannot be read: {error}") from None
     else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.checksums import DamagedError, checksum
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.metrics import DocumentMetrics, WeightedSum
 
@@ -63,7 +64,7 @@ def encode_lines(documents: Sequence[DocumentMetrics]) -> bytes:
 def read_lines(path: Path, expected: str | None = None) -> list[Line]:
     """Lines of a file. expected: its checksum, if that is known. Raises EvalError for one that is missing or damaged."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         if expected is not None and checksum(content) != expected:
             raise DamagedError("it is not what was written: its checksum differs")
         text = gzip.decompress(content).decode(errors="surrogatepass")

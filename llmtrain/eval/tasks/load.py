@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from llmtrain.config.base import Problem, Section
 from llmtrain.config.decode import decode
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.config.report import ConfigError, suggest
 from llmtrain.config.schema_tree import with_defaults
 from llmtrain.config.shipped import eval_yamls
@@ -20,7 +21,7 @@ S = TypeVar("S", bound=Section)
 def read_section(path: str | Path, schema: type[S]) -> S:
     """Decode a YAML file. Raises ConfigError whose text lists every error with file, line, dotted path and what to change."""
     file = Path(path)
-    if file.is_file() and not file.read_bytes().strip():
+    if file.is_file() and not read_bytes(file).strip():
         raise ConfigError(str(path), [Problem("", None, f"is empty; it needs {', '.join(_required(schema))}")])
     source = read_file(path)
     made, problems = decode(schema, with_defaults(schema, source.data), source.unreadable)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, read_bytes
 from llmtrain.config.report import nearest
 from llmtrain.data.sources.compression import DAMAGES, compression_of, decompress
 from llmtrain.eval.errors import EvalError
@@ -134,7 +134,7 @@ def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _text(file: Path) -> Record:
     try:
-        return Record(str(file), {"text": file.read_bytes().decode()})
+        return Record(str(file), {"text": read_bytes(file).decode()})
     except FileNotFoundError:
         raise EvalError(_missing(file)) from None
     except OSError as error:

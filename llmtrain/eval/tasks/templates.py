@@ -17,6 +17,7 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefine
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 
 _ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
 _UNDEFINED = re.compile(r"'([^']*)' is undefined")
@@ -80,9 +81,10 @@ class Template:
     def value(self, names: Mapping[str, Any]) -> Any:
         """Value of the expression, or the rendered text. Raises EvalError with the missing field or the reason."""
         try:
-            value = self._evaluate(names)
-            if isinstance(value, GeneratorType):  # what filters such as `map` give
-                value = list(value)
+            with time_limit(DOCUMENT_SECONDS, "it"):
+                value = self._evaluate(names)
+                if isinstance(value, GeneratorType):  # what filters such as `map` give
+                    value = list(value)
             if isinstance(value, Undefined):
                 str(value)  # raises with the name
             return value

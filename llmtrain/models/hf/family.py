@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.config_values import wrong_values
 from llmtrain.models.hf.other_types import lacking
 
 # model_type in config.json -> the module of this folder for it. An export takes the first that expresses the model.
@@ -182,9 +183,11 @@ class Family(Protocol):
 
 
 def family_of_hf_config(published: Mapping[str, Any]) -> Family:
-    """The family for a config.json. Raises UnsupportedModelError, naming all families."""
+    """The family for a config.json. Raises UnsupportedModelError, naming all families, or each value that is none of its key's."""
     found = published.get("model_type")
     if isinstance(found, str) and found in _FAMILIES:
+        if wrong := list(wrong_values(published)):
+            raise UnsupportedModelError(*wrong)
         return _load(found)
     if found is None and "ssm_cfg" in published:  # mamba_ssm's own format, without model_type
         return _load("mamba2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmtrain.config.regular_file import read_json
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
 
@@ -120,7 +120,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file.parent} holds no {file.name}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -163,7 +163,9 @@ class _Pickle:
             content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # unpickling raises what it likes
             raise UserError(f"{file} is damaged or no file of tensors: {reason(error)}") from error
-        self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}
+        if not isinstance(content, Mapping):
+            raise UserError(f"{file} holds a {type(content).__name__}, not tensors by name")
+        self._tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
     def names(self) -> list[str]:
         return list(self._tensors)

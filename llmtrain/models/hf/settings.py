@@ -65,7 +65,7 @@ def parse(kind: type[PreTrainedConfig], published: Mapping[str, Any]) -> Any:
     refusals.check()
     try:
         return kind.from_dict(_NO_TOKEN_IDS | _decode_floats(copy.deepcopy(dict(published))))
-    except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         text = " ".join(str(error).split())
         reason = f"transformers' {kind.__name__} does not accept this config.json: {text}"
         raise UnsupportedModelError(reason) from error
@@ -139,6 +139,8 @@ def read_rotary(
     rope = config.rope_parameters
     rope = rope.get(layer_type, rope)
     kind, fraction = rope["rope_type"], rope.get("partial_rotary_factor")
+    if rope.get("rope_theta") is None:
+        raise UnsupportedModelError("rope_parameters.rope_theta = null: rotary positions need a number")
     refusals.unless(
         partial or fraction in (None, 1), "partial_rotary_factor", fraction, "the class rotates whole heads"
     )

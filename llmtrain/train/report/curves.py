@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from array import array
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmtrain.config.regular_file import open_regular
 from llmtrain.logs import run_log
 
 TRAINING_LOSS = "loss/train/cross_entropy"
@@ -39,7 +41,7 @@ def read_curves(path: Path, wanted: Callable[[str], bool]) -> dict[str, Curve]:
     """Curves of the metrics that are wanted. Lines that are no metrics (cut short, say) are left out, and counted in a warning."""
     curves: dict[str, Curve] = {}
     torn = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
                 line = json.loads(text)

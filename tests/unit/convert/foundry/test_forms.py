@@ -1,5 +1,6 @@
 """The forms that LLM Foundry's YAMLs take, and what they mean here."""
 
+import contextlib
 import json
 import math
 import random
@@ -13,6 +14,7 @@ from llmtrain.config.yaml_source import Loader
 from llmtrain.convert.foundry.durations import read_duration
 from llmtrain.convert.foundry.migrate import migrate
 from llmtrain.convert.foundry.write import flow_text
+from llmtrain.errors import UserError
 from tests.support.foundry import TASKS, changed, harmless, left, migrated, our_config
 
 
@@ -317,7 +319,7 @@ class TestData:
     def test_repeat_and_unknown_keys_of_a_stream(self, tmp_path):
         streams = {"web": {"local": "/w", "repeat": 2.0, "frobnicate": 1}}
         found = left(migrated(tmp_path, {"train_loader.dataset.streams": streams}))
-        assert found.keys() == {f"train_loader.dataset.streams.web.{key}" for key in ("repeat", "frobnicate")}
+        assert found.keys() == {f"train_loader.dataset.streams.web.{key}" for key in ("frobnicate",)}
 
     def test_several_eval_loaders(self, tmp_path):
         loaders = [
@@ -450,3 +452,56 @@ def test_the_comments_are_comments(tmp_path):
     made = migrated(tmp_path, {"metadata": {"text": "a\nb: c\n" * 20}, "load_path": "x\ny: z"})
     assert yaml.load(made.text, Loader) == made.sections
     assert all(line.startswith("#") for line in made.text.partition("\nname:")[0].splitlines())
+
+
+def test_repeat_and_choose_of_streams_become_repeats_and_tokens(tmp_path):
+    streams = {"a": {"local": "a", "repeat": 2}, "b": {"local": "b", "choose": 100}, "c": {"local": "c"}}
+    made = migrated(tmp_path, {"train_loader.dataset.streams": streams, "train_loader.dataset.local": None})
+    found = our_config(tmp_path, {"train_loader.dataset.streams": streams, "train_loader.dataset.local": None})
+    assert not [path for path in left(made) if "streams" in path]
+    assert {n: (s.repeats, s.tokens) for n, s in found.data.train.streams.items()} == {
+        "a": (2.0, None),
+        "b": (None, 6400),
+        "c": (None, None),
+    }
+
+
+def test_a_tokenizers_limit_of_any_size_is_no_problem(tmp_path):
+    assert our_config(tmp_path, {"tokenizer.kwargs.model_max_length": 10**30}).name == "small-books"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("optimizer.betas", ["yes", 0.95], "optimizer.betas.0"),
+        ("model.d_model", -768, "model.d_model"),
+        ("model.n_layers", float("-inf"), "model.n_layers"),
+        ("max_seq_len", float("inf"), "max_seq_len"),
+        ("model.expansion_ratio", float("nan"), "model.expansion_ratio"),
+        ("scheduler.t_warmup", float("inf"), "scheduler.t_warmup"),
+        ("device_train_microbatch_size", float("inf"), "device_train_microbatch_size"),
+        ("train_loader.dataset.streams", {"a": 1}, "train_loader.dataset.streams.a"),
+    ],
+)
+def test_a_value_of_another_type_or_range_is_named(tmp_path, path, value, expected):
+    with pytest.raises(ConfigError, match=expected):
+        migrated(tmp_path, {path: value})
+
+
+MUTANTS = ("x", -1, 0, 2**100, 1.5, float("inf"), float("nan"), [], ["yes", 0.95], {"a": 1}, True)
+
+
+@pytest.mark.ci
+def test_mutants_of_every_key_are_read_or_refused(tmp_path):
+    def paths(section, above=""):
+        for key, value in section.items():
+            yield f"{above}{key}"
+            yield from paths(value, f"{above}{key}.") if isinstance(value, dict) else ()
+
+    tried = 0
+    for path in paths(changed({})):
+        for value in MUTANTS:
+            tried += 1
+            with contextlib.suppress(UserError):
+                migrated(tmp_path, {path: value})
+    assert tried > 500

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.errors import EvalError
+from llmtrain.eval.limits import time_limit
 from llmtrain.eval.lm_eval import task as tasks
 from llmtrain.eval.lm_eval import templates
 from llmtrain.eval.lm_eval.groups import by_name
 from llmtrain.eval.lm_eval.index import TaskIndex
-from llmtrain.eval.lm_eval.limits import time_limit
 from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
 from llmtrain.eval.lm_eval.yaml_file import read_task_file
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood

@@ -1,5 +1,6 @@
 """Published config.jsons read, and models of ours written as such: counts, refusals, round trips."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -13,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_for_model, family_of_hf_config
 from llmtrain.models.pattern import format_pattern, parse_pattern
 from llmtrain.schema.load import load_config
 from tests.support import published_configs as published
+from tests.support.conversion import CONFIGS
 from tests.support.hf import names_of
 
 ROOT = Path(__file__).parents[4]
@@ -169,7 +172,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.MPT_7B, _attention(alibi=False), "attn_config.alibi = false"),
         (published.MPT_7B, _attention(attn_type="grouped_query_attention"), "attn_type = grouped_query_attention"),
         (published.MPT_7B, _attention(softmax_scale=0.0), "softmax_scale"),
-        (published.MPT_7B, {"d_model": "wide"}, "does not accept"),
+        (published.MPT_7B, {"d_model": "wide"}, "d_model = .wide.: expected an integer"),
         (published.LLAMA_2_7B, {"hidden_act": "relu"}, "hidden_act = relu: there are silu, swish, gelu,"),
         (
             published.LLAMA_2_7B,
@@ -206,7 +209,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (
             published.LLAMA_2_7B,
             {"model_type": "gpt2"},
-            "'gpt2', whose settings families here have, .*; there is bamba, falcon_h1, gemma2, ",
+            "'gpt2', ; the nearest family|; its settings|, whose .*bamba, falcon_h1, gemma2, ",
         ),
         (
             published.LLAMA_2_7B,
@@ -263,7 +266,7 @@ def test_refusals(config, change, message):
 def test_refusals_come_all_at_once():
     with pytest.raises(UnsupportedModelError) as caught:
         read(published.MPT_7B | {"no_bias": False, "logit_scale": 0.5} | _attention(qk_ln=True))
-    assert len(caught.value.reasons) == 3
+    assert len(caught.value.reasons) == 4
 
 
 def test_features_without_effect_are_passed_over():
@@ -339,3 +342,32 @@ def test_patterns_are_written_as_they_are_read(text):
     layers = parse_pattern(text)
     written = format_pattern(layers)
     assert parse_pattern(written) == layers and len(written) <= len(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: expected an integer between 1 and 10,000"),
+        ({"hidden_size": 0}, "hidden_size = 0: expected"),
+        ({"rope_theta": "x"}, 'rope_theta = "x": expected a number'),
+        ({"rope_scaling": 3}, "rope_scaling = 3: expected a mapping"),
+        ({"initializer_range": 2**100}, "initializer_range = "),
+        ({"layer_types": -1}, "layer_types = -1: expected a list"),
+    ],
+)
+def test_a_value_of_another_type_or_range_is_named(changes, named):
+    with pytest.raises(UnsupportedModelError, match=re.escape(named)):
+        family_of_hf_config({"model_type": "llama"} | changes)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", CONFIGS)
+def test_mutants_of_every_key_are_read_or_refused(name):
+    base = json.loads(CONFIGS[name]().to_json_string())
+    nested = [(key, below) for key, value in base.items() if isinstance(value, dict) for below in value]
+    for path in [(key,) for key in base] + nested:
+        for value in (None, "x", -1, 0, 10**9, 2**100, float("inf"), [], [1], {"a": 1}, True):
+            config = copy.deepcopy(base)
+            (config if len(path) == 1 else config[path[0]])[path[-1]] = value
+            with contextlib.suppress(UserError):
+                family_of_hf_config(config).read_config(config)

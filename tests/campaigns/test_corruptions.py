@@ -1,0 +1,206 @@
+"""Damage to every kind of file that a command reads: it is named, or does no harm; nothing hangs, nothing is a fault.
+
+`pytest -m campaign tests/campaigns`; LLMTRAIN_CAMPAIGN: number of damages; LLMTRAIN_TEST_SEED: others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.scene import READERS, Reader, command, make
+
+SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "40"))
+COUNT = int(os.environ.get("LLMTRAIN_CAMPAIGN", "500"))
+LIMIT = 10.0
+"""Seconds beyond those of the undamaged command."""
+
+
+Damage = Callable[[Path, random.Random], Path | None]
+"""Changes a file; the other file that it changed, if any."""
+
+
+def _edit(change: Callable[[bytes, random.Random], bytes]) -> Damage:
+    def damage(file: Path, rng: random.Random) -> None:
+        content = change(file.read_bytes(), rng)
+        file.unlink()
+        file.write_bytes(content)
+
+    return damage
+
+
+def _flip(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content)
+    if changed:
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _replace(make: Callable[[Path], object]) -> Damage:
+    def damage(file: Path, rng: random.Random) -> None:
+        file.unlink()
+        make(file)
+
+    return damage
+
+
+def _fill_folder(file: Path) -> None:
+    file.mkdir()
+    (file / "thesis").write_text("years of work")
+
+
+def _swap(file: Path, rng: random.Random) -> Path | None:
+    others = [other for other in sorted(file.parent.rglob("*")) if other.is_file() and other != file]
+    if not others:
+        file.write_bytes(b"something else")
+        return None
+    other = rng.choice(others)
+    content = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    return other
+
+
+DAMAGES: dict[str, Damage] = {
+    "flip": _edit(_flip),
+    "cut": _edit(lambda content, rng: content[: rng.randrange(len(content) + 1)]),
+    "cut front": _edit(lambda content, rng: content[rng.randrange(len(content) + 1) :]),
+    "empty": _edit(lambda content, rng: b""),
+    "zeros": _edit(lambda content, rng: bytes(len(content))),
+    "random": _edit(lambda content, rng: rng.randbytes(len(content))),
+    "longer": _edit(lambda content, rng: content + content),
+    "brackets": _edit(lambda content, rng: b"[" * 300_000),
+    "number": _edit(lambda content, rng: b"7\n"),
+    "list": _edit(lambda content, rng: b"[1, {}, null]\n"),
+    "mapping": _edit(lambda content, rng: b'{"a": 1}\n'),
+    "swap": _swap,
+    "folder": _replace(_fill_folder),
+    "pipe": _replace(lambda file: os.mkfifo(file)),
+    "loop": _replace(lambda file: file.symlink_to(file.name)),
+    "nowhere": _replace(lambda file: file.symlink_to("not-here")),
+    "zero device": _replace(lambda file: file.symlink_to("/dev/zero")),
+    "gone": _replace(lambda file: None),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory, shards) -> Path:
+    here = Path.cwd()
+    try:
+        return make(tmp_path_factory.mktemp("scene"), shards)
+    finally:
+        os.chdir(here)
+
+
+def outcome(folder: Path) -> dict[str, str]:
+    """Digest of each file of a folder."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size < 10**8]
+    return {str(file.relative_to(folder)): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
+
+
+def lines(text: str) -> list[str]:
+    """Lines without durations."""
+    return re.sub(r" +[\d.]+ m?s\b", " TIME", text).splitlines()
+
+
+class Expected:
+    """What an undamaged command prints and writes, as far as it does so twice."""
+
+    def __init__(self, scene: Path, place: Path, argv: list[str]):
+        found = []
+        for _ in range(2):
+            shutil.copytree(scene, place)
+            status, text = command(place, argv)
+            assert status == 0, text
+            found.append((outcome(place), lines(text)))
+            shutil.rmtree(place)
+        self.files = {name: digest for name, digest in found[0][0].items() if found[1][0].get(name) == digest}
+        self.lines = set(found[0][1]) & set(found[1][1])
+
+    def differences(self, before: dict[str, str], after: dict[str, str], text: str) -> list[str]:
+        """Names of files and lines that differ. before, after: outcome of the folder before and after the command; a file that
+        the command did not touch does not count."""
+        changed = [
+            name
+            for name, digest in self.files.items()
+            if after.get(name) != digest and before.get(name) != after.get(name)
+        ]
+        missing = [name for name in self.files if name not in after and name in before]
+        unmade = [name for name in self.files if name not in after and name not in before]
+        return [*changed, *missing, *unmade, *sorted(self.lines - set(lines(text)))]
+
+
+def judge(reader: Reader, files: list[Path], status: int | None, text: str, differences: list[str], free: bool) -> str:
+    """One of: named, harmless; hang, fault, unnamed, silent."""
+    if status is None:
+        return "hang"
+    if "Traceback (most recent call last)" in text or status not in (0, 1, 2):
+        return "fault"
+    sure = [*reader.words, *(path.name for path in files)]
+    vague = [part for path in files for part in (path.stem, str(path.parent), path.parent.name)] if status else []
+    named = any(len(part) > 1 and part in text for part in (*sure, *vague))
+    if status:
+        return "named" if named else "unnamed"
+    return "harmless" if free or not differences else "named" if named else "silent"
+
+
+def cases(scene: Path) -> list[tuple[str, str, bool]]:
+    """(command, file it reads, whether its content is free) of every pair."""
+    found = {}
+    for name, reader in READERS.items():
+        for free, patterns in ((True, reader.free), (False, reader.reads)):
+            for pattern in patterns:
+                for file in scene.glob(pattern + "/*" if pattern.endswith("**") else pattern):
+                    if file.is_file() and not file.name.endswith((".lock", ".png")):
+                        found[name, str(file.relative_to(scene))] = free
+    return [(name, file, free) for (name, file), free in sorted(found.items())]
+
+
+def draw(scene: Path, place: Path, count: int) -> Counter[str]:
+    """Try `count` damages, of every file first; fails with all that are neither named nor harmless."""
+    rng = random.Random(SEED)
+    every = cases(scene)
+    chosen = [case for _ in range(count // len(every) + 1) for case in rng.sample(every, len(every))][:count]
+    expected: dict[str, Expected] = {}
+    found: Counter[str] = Counter()
+    wrong = []
+    for name, file, free in chosen:
+        argv = READERS[name].argv
+        if name not in expected:
+            expected[name] = Expected(scene, place, argv)
+        shutil.copytree(scene, place)
+        kind = rng.choice(list(DAMAGES))
+        other = DAMAGES[kind](place / file, rng)
+        files = [Path(file), *([other.relative_to(place)] if other else [])]
+        before = outcome(place)
+        status, text = command(place, argv, LIMIT)
+        changed = expected[name].differences(before, outcome(place), text)
+        differences = [what for what in changed if Path(what) not in files]
+        verdict = judge(READERS[name], files, status, text, differences, free)
+        found[verdict] += 1
+        if verdict not in ("named", "harmless"):
+            wrong.append(f"== {verdict}: {name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")
+            print(wrong[-1], flush=True)
+        shutil.rmtree(place)
+    print(dict(found))
+    assert not wrong, f"{dict(found)}\n" + "\n".join(wrong)
+    return found
+
+
+@pytest.mark.ci
+def test_a_few_damages_are_named_or_harmless(scene, tmp_path):
+    draw(scene, tmp_path / "copy", 20)
+
+
+@pytest.mark.campaign
+def test_damages_are_named_or_harmless(scene, tmp_path):
+    found = draw(scene, tmp_path / "copy", COUNT)
+    assert found["named"] > COUNT // 4, "the damages are no test of the commands"
