@@ -40,8 +40,12 @@ def is_evaluation(data: dict[str, Any]) -> bool:
 def check_config_type(source: YamlSource, wanted: str) -> None:
     """Check the type of a config. wanted: training or evaluation. Raises ConfigError for one that is clearly another."""
     inner = source.data.get("parameters")
-    if is_foundry(source.data) or (isinstance(inner, dict) and is_foundry(inner)):
+    foreign = next((data for data in (source.data, inner) if isinstance(data, dict) and is_foundry(data)), None)
+    if foreign is not None:
         what = f"is a YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"
+        loader = foreign.get("train_loader")
+        if isinstance(loader, dict) and loader.get("name") == "finetuning":
+            what = "is a YAML of LLM Foundry for finetuning on prompts and responses, of which ours has no loader"
         raise ConfigError(source.title, [Problem("", None, what)])
     found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
     (other,) = found.keys() - {wanted}

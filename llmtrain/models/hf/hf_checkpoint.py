@@ -163,7 +163,9 @@ class _Pickle:
             content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # unpickling raises what it likes
             raise UserError(f"{file} is damaged or no file of tensors: {reason(error)}") from error
-        self._tensors = {name: value for name, value in dict(content).items() if isinstance(value, Tensor)}
+        if not isinstance(content, Mapping):
+            raise UserError(f"{file} holds a {type(content).__name__}, not tensors by name")
+        self._tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
     def names(self) -> list[str]:
         return list(self._tensors)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
+from llmtrain.errors import UserError
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.hf_checkpoint import find_hf_folder, open_hf_checkpoint
@@ -198,3 +199,10 @@ def test_resolve_says_what_to_do_without_the_hub(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="neither a folder nor a name"):
         find_hf_folder("not a name")
+
+
+def test_rejects_a_bin_of_a_list(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save([torch.ones(2)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="holds a list, not tensors by name"):
+        open_hf_checkpoint(tmp_path)
