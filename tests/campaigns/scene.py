@@ -69,7 +69,7 @@ READERS = {
         (),
         ("sharded/*", "sharded/.*"),
     ),
-    "ls": Reader(["checkpoint", "ls", "run"], ("run/checkpoints/*/manifest.json",)),
+    "ls": Reader(["checkpoint", "ls", "run"], ("run/checkpoints/*/manifest.json",), (), ("  partial (",)),
     "show": Reader(["checkpoint", "show", "run"], ("run/checkpoints/*/manifest.json", "run/checkpoints/*/*.json*")),
     "verify": Reader(["checkpoint", "verify", "run"], ("run/checkpoints/**",)),
     "data show": Reader(["data", "show", "data"], (), (*_SHARDS, "data/tokenizer/*")),
