@@ -204,7 +204,7 @@ class Config(Section):
         return per_rank // self.train.least_microbatch
 
     def batch_remedy(self, groups: int) -> str:
-        """What to use for a batch that so many groups of ranks cannot split: batches nearest to it, and where microbatches may be
+        """Settings for a batch that so many groups of ranks cannot split: batches nearest to it, and where microbatches may be
         smaller, the largest with which it stays as it is, or the batches nearest to it with the smallest."""
         batch, given = self.train.global_batch_size, self.train.least_microbatch
         multiple = MULTIPLE if self.train.float8 is not None else 1
