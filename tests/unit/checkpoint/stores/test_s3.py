@@ -213,3 +213,12 @@ def test_a_store_that_refuses_is_told(s3: S3, prefix, monkeypatch, closed, bucke
         with pytest.raises(StoreError, match=message):
             S3Store(bucket, prefix, QUICK).sizes()
         assert proxy.requests == (QUICK.attempts if closed else 1)
+
+
+@pytest.mark.parametrize("token", ["same", None])
+def test_a_listing_that_does_not_go_on_is_no_store(s3: S3, prefix, monkeypatch, token):
+    store = s3.bucket(prefix)
+    page = {"IsTruncated": True, "Contents": [], "NextContinuationToken": token}
+    monkeypatch.setattr(store, "_request", lambda *args, **options: page)
+    with pytest.raises(StoreError, match="does not go on"):
+        store.sizes()

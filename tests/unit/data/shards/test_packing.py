@@ -34,7 +34,7 @@ def test_held_out_share_is_the_fraction_and_depends_on_seed_and_name_only():
     assert all(is_held_out(name, 17, 0.2) for name, out in zip(names, held, strict=True) if out)
 
 
-@pytest.mark.parametrize("text", ["plain ascii text", "naïve 走 \U0001f600 mixed", ""])
+@pytest.mark.parametrize("text", ["plain text", "naïve 走 \U0001f600", "\x7f\x80\u07ff\u0800\uffff\U00010000", ""])
 def test_bytes_per_token_add_up_to_the_text(text):
     tokenizer = train_bpe(["plain text"], 257)
     encoding = tokenizer.backend.encode(text)
