@@ -100,7 +100,9 @@ def read_config(model: Settings) -> dict[str, Any] | None:
     overrides = model.take("config_overrides", dict, {})
     config = _config(model, name)
     if model.take("pretrained", bool, True):
-        kind = None if config is None else config.get("model_type")
+        short = name.rpartition("/")[2].lower()
+        by_name = next((kind for kind in _NEARBY if short.startswith(kind.replace("_", "-"))), None)
+        kind = by_name if config is None else config.get("model_type")
         if kind in _NEARBY:
             model.left("pretrained", f"weights of type {kind} cannot be imported: no setting here computes the same")
         else:

@@ -51,7 +51,7 @@ def wrong_values(published: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """What a value should be; None where it may be what it is."""
+    """Expected kind of a value; None where the value is allowed."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None:
         return "a value" if key in _NEVER_NULL else None

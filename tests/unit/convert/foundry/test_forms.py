@@ -505,3 +505,8 @@ def test_mutants_of_every_key_are_read_or_refused(tmp_path):
             with contextlib.suppress(UserError):
                 migrated(tmp_path, {path: value})
     assert tried > 500
+
+
+def test_no_import_is_named_for_a_larger_opt(tmp_path):
+    model = {"name": "hf_causal_lm", "pretrained": True, "pretrained_model_name_or_path": "facebook/opt-6.7b"}
+    assert "weights of type opt cannot be imported" in left(migrated(tmp_path, {"model": model}))["model.pretrained"]
