@@ -52,7 +52,7 @@ def wrong_values(published: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def _expected(key: str, value: Any) -> str | None:
     """Expected kind of a value; None where the value is allowed."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     if value is None:
         return "a value" if key in _NEVER_NULL else None
     if key in _LISTS and not isinstance(value, (list, tuple)):
@@ -61,9 +61,9 @@ def _expected(key: str, value: Any) -> str | None:
         return "a mapping"
     if key in _LAYERS | _SIZES:
         most = _MOST_LAYERS if key in _LAYERS else _MOST
-        return None if is_number and 1 <= value <= most else f"an integer between 1 and {most:,}"
-    if is_number:
-        return None if isinstance(value, float) or abs(value) <= _MOST else f"at most {_MOST:,}"
+        return None if number is not None and 1 <= number <= most else f"an integer between 1 and {most:,}"
+    if number is not None:
+        return None if isinstance(number, float) or abs(number) <= _MOST else f"at most {_MOST:,}"
     if key in _NUMBERS and not (isinstance(value, Mapping) and set(value) == {"__float__"}):
         return "a number"
     return None

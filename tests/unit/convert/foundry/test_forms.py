@@ -459,6 +459,7 @@ def test_repeat_and_choose_of_streams_become_repeats_and_tokens(tmp_path):
     made = migrated(tmp_path, {"train_loader.dataset.streams": streams, "train_loader.dataset.local": None})
     found = our_config(tmp_path, {"train_loader.dataset.streams": streams, "train_loader.dataset.local": None})
     assert not [path for path in left(made) if "streams" in path]
+    assert found.data.train is not None
     assert {n: (s.repeats, s.tokens) for n, s in found.data.train.streams.items()} == {
         "a": (2.0, None),
         "b": (None, 6400),
