@@ -33,7 +33,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_doctor_says_what_serves_and_tests_it(capsys):
+def test_doctor_explains_what_serves_and_tests_it(capsys):
     status, out, _ = run(capsys, "doctor")
     assert status == 0, out
     lines = [line.split() for line in out.splitlines()]

@@ -23,7 +23,7 @@ def test_every_block_takes_the_kernels_of_its_kind():
 
 
 @pytest.mark.slow
-def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_told(capfd, tmp_path):
+def test_kernels_train_the_same_model_the_first_twice_and_what_cannot_serve_is_reported(capfd, tmp_path):
     out = tmp_path / "figures" / "steps.json"
     kernels = ["auto", "reference", "public"]
     assert steps.main([FILE, *TINY, "--kernels", *kernels, "--out", str(out)]) == 1

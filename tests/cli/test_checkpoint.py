@@ -56,7 +56,7 @@ def place(request, tmp_path) -> str:
     return bucket.url
 
 
-def test_ls_says_the_health_of_each(run, capsys):
+def test_ls_states_the_health_of_each(run, capsys):
     status, lines, _ = checkpoint(capsys, "ls", run)
     assert status == 0
     title, *rows = [line.split(maxsplit=1) for line in lines]
@@ -165,7 +165,7 @@ def test_rm_counts_only_what_is_good(run, capsys):
     assert checkpoint(capsys, "rm", run, "--step", 3)[0] == 0
 
 
-def test_show_tells_what_a_checkpoint_is(finished, tmp_path, capsys):
+def test_show_reports_what_a_checkpoint_is(finished, tmp_path, capsys):
     project, _ = finished
     status, lines, _ = checkpoint(capsys, "show", project.run_dir)
     text = "\n".join(lines)

@@ -259,7 +259,7 @@ def save_mpt_with_composer(out: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in mpt.named_parameters()}
 
 
-def test_composers_file_of_an_mpt_says_itself_what_it_is(ranks, tmp_path, capsys):
+def test_composers_file_of_an_mpt_states_itself_what_it_is(ranks, tmp_path, capsys):
     [expected] = ranks(1).run(save_mpt_with_composer, tmp_path)
     checkpoints.tokenizer().save(tmp_path / "tokenizer")
     options = ["--to", "hf", "--tokenizer", tmp_path / "tokenizer"]

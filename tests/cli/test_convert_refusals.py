@@ -109,7 +109,7 @@ def test_a_damaged_shard_is_refused_and_nothing_appears(small, tmp_path, capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_too_little_disk_space_is_told_before_anything_is_written(small, tmp_path, capsys, monkeypatch):
+def test_too_little_disk_space_is_reported_before_anything_is_written(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     publish(tmp_path / "source", "mpt")
     for arguments in (["export", small], ["import", tmp_path / "source"]):
@@ -118,7 +118,7 @@ def test_too_little_disk_space_is_told_before_anything_is_written(small, tmp_pat
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_an_adapter_is_told_to_be_merged(tmp_path, capsys):
+def test_an_adapter_is_to_be_merged(tmp_path, capsys):
     publish(tmp_path / "source", "mpt")
     (tmp_path / "source" / "model.safetensors").rename(tmp_path / "source" / "adapter_model.safetensors")
     assert "merge_and_unload" not in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
@@ -161,7 +161,7 @@ def test_a_source_that_cannot_be_imported_is_refused_by_name(tmp_path, capsys):
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_damaged_sources_are_told_and_leave_nothing_under_the_name(tmp_path, capsys):
+def test_damaged_sources_are_reported_and_leave_nothing_under_the_name(tmp_path, capsys):
     source = publish(tmp_path / "source", "llama, tied")
     tensors = {name: tensor.clone() for name, tensor in open_hf_checkpoint(source).items()}
     save_file(tensors | {"lm_head.weight": torch.ones(300, 32)}, source / "model.safetensors")

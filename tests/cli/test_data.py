@@ -176,7 +176,7 @@ def test_the_documents_of_steps_are_named_and_the_shares_drawn(command, run, tmp
     assert one["step"] == 7 and one["documents"][0]["tokens"][0] == 0 and one["documents"][-1]["tokens"][1] == SEQ_LEN
 
 
-def test_shards_that_changed_since_the_run_are_told(command, run, tmp_path, folder):
+def test_shards_that_changed_since_the_run_are_reported(command, run, tmp_path, folder):
     index = json.loads((folder / "train/index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"]["xxh64"] = "0" * 16
     (folder / "train/index.json").write_text(json.dumps(index))

@@ -67,7 +67,7 @@ def test_every_pretraining_yaml_is_described_and_its_parts_add_up(capsys, path):
         "mpt-1b": None,
     }.items(),
 )
-def test_it_is_said_before_training_whether_the_model_can_be_exported(capsys, name, architecture):
+def test_it_is_reported_before_training_whether_the_model_can_be_exported(capsys, name, architecture):
     path = str(PRETRAIN / f"{name}.yaml")
     found = facts(capsys, path)
     assert found["exports_as"] == architecture
@@ -77,7 +77,7 @@ def test_it_is_said_before_training_whether_the_model_can_be_exported(capsys, na
     assert expected in capsys.readouterr().out
 
 
-def test_mpt_costs_what_llm_foundrys_formula_says(capsys):
+def test_mpt_costs_what_llm_foundrys_formula_states(capsys):
     found = facts(capsys, str(PRETRAIN / "mpt-1b.yaml"))
     assert found["training_foundry"] == 6 * PUBLISHED["mpt-1b"] + 12 * 24 * 2048 * 2048
 
@@ -235,7 +235,7 @@ def test_predictions_that_lack_something_say_what(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_curve_that_cannot_be_written_says_why(capsys, tmp_path):
+def test_a_curve_that_cannot_be_written_gives_the_reason(capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
     arguments = ["--nodes", "4", "--gpu", "h200", "--plot", str(file / "curve.svg")]
@@ -243,7 +243,7 @@ def test_a_curve_that_cannot_be_written_says_why(capsys, tmp_path):
     assert f"cannot write {file}/curve.svg" in capsys.readouterr().err
 
 
-def test_a_gpu_without_float8_units_is_told_before_the_run_is_refused(capsys):
+def test_a_gpu_without_float8_units_is_reported_before_the_run_is_refused(capsys):
     for gpu, setting, said in (("a100", "{}", True), ("l4", "{}", False), ("a100", "{emulate: true}", False)):
         assert main(["describe", "pretrain/mpt-1b", "--gpu", gpu, f"train.float8={setting}"]) == 0
         assert ("NVIDIA A100 80GB has no float8 units: a run there is refused" in capsys.readouterr().out) == said
@@ -280,7 +280,7 @@ def test_a_pattern_of_layers_to_leave_out_that_matches_none_is_refused(capsys):
     assert "train.float8.exclude.0 = blocks.*.mixer.in_proj: matches no linear layer" in capsys.readouterr().err
 
 
-def test_optimizer_state_in_host_memory_is_told_apart_from_the_gpus(capsys):
+def test_optimizer_state_in_host_memory_is_distinguished_from_the_gpus(capsys):
     offload = ["optimizer.offload=true", "train.microbatch_size=1", "train.activation_checkpointing.type=full"]
     assert main(["describe", "pretrain/mpt-1b", *offload]) == 0
     found = capsys.readouterr().out
@@ -288,7 +288,7 @@ def test_optimizer_state_in_host_memory_is_told_apart_from_the_gpus(capsys):
     assert "host memory of a rank" in found and "9.805 GiB" in found
 
 
-def test_a_model_that_does_not_fit_says_so(capsys):
+def test_a_model_that_does_not_fit_reports_it(capsys):
     assert main(["describe", str(PRETRAIN / "mpt-70b.yaml"), "--gpu", "h200"]) == 0
     assert "more than the GPU has" in capsys.readouterr().out
 

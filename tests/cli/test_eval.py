@@ -285,7 +285,7 @@ def test_results_go_to_wandb(place, tmp_path, monkeypatch):
         ({}, ["--nproc", "0"], ["--nproc 0: expected at least 1"]),
     ],
 )
-def test_what_cannot_be_run_is_told_before_a_model_is_loaded(
+def test_what_cannot_be_run_is_reported_before_a_model_is_loaded(
     place, tmp_path, capsys, monkeypatch, changes, arguments, messages
 ):
     monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
@@ -305,7 +305,7 @@ def test_what_cannot_be_run_is_told_before_a_model_is_loaded(
     assert all(message in said for message in messages), said
 
 
-def test_a_folder_that_is_a_file_is_told_before_a_model_is_loaded(place, tmp_path, capsys, monkeypatch):
+def test_a_folder_that_is_a_file_is_reported_before_a_model_is_loaded(place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmtrain.eval.runner.load_scorer", None)
     (tmp_path / "file").touch()
     assert main(["eval", str(place.write({})), f"out={tmp_path}/file/results"]) == 2
@@ -340,7 +340,7 @@ def bad_cloze(place):
     data.write_text(before)
 
 
-def test_a_task_that_fails_is_told_before_a_model_is_loaded_and_the_others_go_on(
+def test_a_task_that_fails_is_reported_before_a_model_is_loaded_and_the_others_go_on(
     bad_cloze, whole, tmp_path, capsys, monkeypatch
 ):
     told: list[str] = []

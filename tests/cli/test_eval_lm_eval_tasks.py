@@ -93,7 +93,7 @@ def test_shots_of_the_command_line_hold_for_groups(place, folder, capsys):
     assert "task rolling: the perplexity of a text has no few-shot examples" in capsys.readouterr().err
 
 
-def test_shots_of_the_command_line_do_not_hold_for_a_task_whose_file_says_none(place, folder, capsys):
+def test_shots_of_the_command_line_do_not_hold_for_a_task_whose_file_states_none(place, folder, capsys):
     """The harness keeps 0 in silence; an entry of the task's own in a YAML gives examples all the same."""
     (folder / "zero.yaml").write_text("include: base\ntask: zero\nnum_fewshot: 0\n")
     flags = ["--lm-eval-folder", str(folder), "--out", str(folder / "out"), "--limit", "2"]
@@ -121,7 +121,7 @@ def test_check_reads_no_data(place, folder, capsys):
     assert "tasks.0" in (said := capsys.readouterr().err) and "did you mean pair" in said
 
 
-def test_import_task_says_what_to_do_instead(capsys):
+def test_import_task_explains_what_to_do_instead(capsys):
     assert main(["eval", "import-task", "my.yaml"]) == 2
     assert (
         "a task of lm-evaluation-harness runs as it is, also in a gauntlet, by --tasks my.yaml"

@@ -29,7 +29,7 @@ def test_a_run_or_a_checkpoint_continues_a_prompt(run, capsys):
         assert text.startswith("the quick") and len(text.strip()) > len("the quick")
 
 
-def test_a_model_trained_by_kernels_that_this_machine_has_not_speaks_too(tmp_path, capsys):
+def test_a_model_trained_by_kernels_that_this_machine_has_not_applies_too(tmp_path, capsys):
     plain = checkpoints.mpt(64, 2, 270)
     texts = []
     for name, config in (("plain", plain), ("ours", plain.with_backends("triton", lambda *block: "triton"))):
@@ -38,7 +38,7 @@ def test_a_model_trained_by_kernels_that_this_machine_has_not_speaks_too(tmp_pat
     assert texts[0] == texts[1]
 
 
-def test_the_same_seed_says_the_same_and_another_something_else(run, capsys):
+def test_the_same_seed_states_the_same_and_another_something_else(run, capsys):
     said = [generate(capsys, run, "--prompt", "the", "--max-new-tokens", 24, "--seed", s) for s in (1, 1, 2)]
     assert said[0] == said[1] != said[2]
 

@@ -144,7 +144,7 @@ def test_learned_positions_must_have_the_length(tmp_path, shards, finished):
     ],
     ids=["absent", "empty", "published"],
 )
-def test_weights_that_are_not_there_are_told(make, message, project, tmp_path, capsys, monkeypatch):
+def test_weights_that_are_not_there_are_reported(make, message, project, tmp_path, capsys, monkeypatch):
     make(tmp_path / "weights")
     project.write({"init_from": "weights"})
     status, text = check(project, capsys, monkeypatch)

@@ -151,7 +151,7 @@ def environment(pid: int) -> bytes:
         return b"\0" + file.read()
 
 
-def test_a_run_whose_folder_is_renamed_says_so_and_saves_nothing_under_the_old_name(project):
+def test_a_run_whose_folder_is_renamed_reports_it_and_saves_nothing_under_the_old_name(project):
     project.write(ENDLESS | {"checkpoint.interval": "4 steps"})
     process = project.start([*LLMTRAIN, "train", "run.yaml"])
     renamed = project.folder / "renamed"

@@ -53,13 +53,13 @@ def read(wheel: Path, name: str) -> str:
         return opened.read(name).decode()
 
 
-def test_without_pip_the_script_says_how_to_get_it_and_makes_nothing(tmp_path, monkeypatch, capsys):
+def test_without_pip_the_script_explains_how_to_get_it_and_makes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["build_wheels.py", str(tmp_path / "dist")])
     assert main() == 2 and "-m ensurepip" in capsys.readouterr().err and not (tmp_path / "dist").exists()
 
 
-def test_a_repacked_wheel_has_the_same_code_and_says_what_was_changed(upstream, tmp_path):
+def test_a_repacked_wheel_has_the_same_code_and_explains_what_was_changed(upstream, tmp_path):
     (tmp_path / "out").mkdir()
     made = repack(upstream, tmp_path / "out", {"torch": "torch==2.11.*", "numpy": "numpy>=2"})
     assert made.name == "llmtrain_mosaic_x-1.2.post1-py3-none-any.whl"

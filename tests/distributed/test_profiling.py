@@ -68,7 +68,7 @@ def test_shares_of_a_steps_time_are_metrics_of_one_step_in_so_many(ranks, shards
     assert sum(found.values()) == pytest.approx(1) and found["step/gpu_busy"] > 0
 
 
-def test_a_run_too_short_for_its_profile_says_so(ranks, shards, tmp_path):
+def test_a_run_too_short_for_its_profile_reports_it(ranks, shards, tmp_path):
     """Resumed, it has fewer steps left."""
     ranks(1).run(train, tiny_config(shards, tmp_path / "run", SETTINGS | {"train.duration": "4 steps"}))
     config = config_of(shards, tmp_path / "run", after=2, steps=4)

@@ -202,7 +202,7 @@ def test_rewinds_after_a_new_checkpoint_are_counted_anew(ranks, shards, tmp_path
     assert manifests.read(tmp_path / "run" / LAST.format(12)).data["passed_over"] == [[4, 2], [8, 2]]
 
 
-def test_the_samples_of_such_a_run_are_told(ranks, shards, tmp_path, samples, capsys):
+def test_the_samples_of_such_a_run_are_reported(ranks, shards, tmp_path, samples, capsys):
     config = tiny_config(shards, tmp_path / "run", GUARDED)
     [(order, *_)] = ranks(1).run(train_with, config, samples[7][:1])
     assert main(["data", "seen", str(tmp_path / "run"), "--steps", "3:9", "--json"]) == 0

@@ -42,7 +42,7 @@ def test_nodes_with_the_same_measurements_train(ranks, folders):
     ranks(2).run(ask, [folders[0]] * 2)
 
 
-def test_nodes_with_other_measurements_are_told_on_every_rank(ranks, folders):
+def test_nodes_with_other_measurements_are_reported_on_every_rank(ranks, folders):
     with pytest.raises(RankFailed) as error:
         ranks(2).run(ask, folders)
     told = "block attn: attention would run by sdpa:flash on rank 0 and by sdpa:cudnn on rank 1"

@@ -183,7 +183,7 @@ def test_a_microbatch_in_which_the_host_waits_has_no_graph(caplog: pytest.LogCap
     waiting.remove()
 
 
-def test_a_capture_that_fails_is_told_and_training_goes_on():
+def test_a_capture_that_fails_is_reported_and_training_goes_on():
     ours = model(compiled=False)
 
     def fails(module, args, out):

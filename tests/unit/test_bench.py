@@ -68,7 +68,7 @@ def test_a_launch_that_breaks_its_process_is_recorded_and_the_search_goes_on(tri
 
 
 @pytest.mark.slow
-def test_a_problem_that_cannot_be_made_says_why():
+def test_a_problem_that_cannot_be_made_gives_the_reason():
     with Measurer("tests.support.toy_problem", {"size": 3}, "cpu") as measurer:
         assert "has no 'size'" in (measurer("forward", {"n": 1}).problem or "")
 
@@ -252,7 +252,7 @@ def test_the_fastest_becomes_a_row_in_gigabytes_a_second_that_is_then_chosen(
 
 
 @pytest.mark.slow
-def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_says_why():
+def test_a_candidate_compiles_without_a_gpu_and_a_bad_one_gives_the_reason():
     case = {"head_dim": 32, "heads": 2, "tokens": 256, "seq_len": 256}
     good = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
     tasks = [Task("attention", case, "forward", launch) for launch in (good, {**good, "block_m": 48})]

@@ -121,7 +121,7 @@ class MadeUp:
         )  # fmt: skip
 
 
-def test_after_it_auto_takes_what_was_fastest_here_and_doctor_says_on_which_measurement(own, monkeypatch, capsys):
+def test_after_it_auto_takes_what_was_fastest_here_and_doctor_states_on_which_measurement(own, monkeypatch, capsys):
     config = load_config("llama3-8b")
     spec = shapes(config, H200)[0].spec
     before = registry.resolve("attention", "auto", spec, H200, config.model.max_seq_len).name
@@ -200,12 +200,12 @@ def test_the_file_that_it_makes_may_be_named_before_it_exists(own, monkeypatch, 
     assert named.exists()
 
 
-def test_without_a_gpu_it_says_so_before_anything(monkeypatch):
+def test_without_a_gpu_it_reports_it_before_anything(monkeypatch):
     with pytest.raises(UserError, match="this machine has none"):
         config_command.run(arguments("llama3-8b"), load_config("llama3-8b"))
 
 
-def test_a_measurement_is_real_and_a_backend_that_cannot_serve_says_why():
+def test_a_measurement_is_real_and_a_backend_that_cannot_serve_gives_the_reason():
     asked = {"spec": asdict(AttentionSpec(2, 1, 16, 0.25, dtype="float32")), "seq_len": 64, "batch": 1}
     found = backends.answer({**asked, "backend": "sdpa:cpu"})
     assert found["failed"] is None and found["forward_ms"] > 0 and found["backward_ms"] > 0

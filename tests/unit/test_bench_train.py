@@ -111,7 +111,7 @@ def test_a_batch_below_one_microbatch_is_refused(tmp_path):
     assert case.config.train.global_batch_size == 4
 
 
-def test_a_batch_that_is_rounded_is_told(tmp_path, capsys):
+def test_a_batch_that_is_rounded_is_reported(tmp_path, capsys):
     text = "models: [mpt-125m]\nseq_lens: [64, 100]\nbatch_tokens: 1280\nsettings: [train.microbatch_size=2]\n"
     bench(tmp_path, Runs(), text)
     told = [line for line in capsys.readouterr().out.splitlines() if "batch_tokens" in line]
@@ -153,7 +153,7 @@ def test_a_case_that_cannot_be_is_reported_before_any_is_run_at_the_key_of_the_s
         ),
     ],
 )
-def test_what_a_run_cannot_have_is_told_at_the_key_of_the_sweep(tmp_path, text, told):
+def test_what_a_run_cannot_have_is_reported_at_the_key_of_the_sweep(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told):
         cases(sweep(tmp_path, f"models: [mpt-125m]\n{text}\n"), tmp_path)
 
@@ -241,7 +241,7 @@ def test_a_model_that_is_edited_while_it_is_measured_gets_no_figure(tmp_path, ca
     assert bench(tmp_path, again, text) == 0 and again.made == ["a-32-1gpu-bf16"]
 
 
-def test_files_with_one_stem_are_told_apart_by_their_folders(tmp_path):
+def test_files_with_one_stem_are_distinguished_by_their_folders(tmp_path):
     files = [tiny_yaml(tmp_path / "x" / "a.yaml"), tiny_yaml(tmp_path / "y" / "a.yaml", {"model.layers": "m s+m"})]
     runs = Runs()
     bench(tmp_path, runs, f"models: {json.dumps([*files, tiny_yaml(tmp_path / 'b.yaml')])}\n")

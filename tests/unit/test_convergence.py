@@ -108,7 +108,7 @@ convergence.main(["one=yamls/bench/zamba2-105m.yaml", "other=yamls/bench/zamba2-
         (["a.yaml", "--for", "b", "seed=2"], "--for b: no such run"),
     ],
 )
-def test_runs_are_told_apart_by_their_names(tmp_path, capsys, monkeypatch, arguments, message):
+def test_runs_are_distinguished_by_their_names(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(convergence, "Run", lambda name, *_: SimpleNamespace(name=name))
     with pytest.raises(SystemExit):
         convergence.main([*arguments, "--out", str(tmp_path)])

@@ -137,7 +137,7 @@ def test_the_committed_schemas_and_reference_are_the_generated_ones():
     assert outdated() == [], "run `python scripts/generate_reference.py`"
 
 
-def test_the_reference_has_every_type_of_block_and_says_what_may_change_on_resume():
+def test_the_reference_has_every_type_of_block_and_explains_what_may_change_on_resume():
     pages = reference()
     for kind in ("attention", "gated_deltanet", "mamba2", "parallel_mixers", "shared_attention"):
         assert f"## `model.blocks.NAME` with `type: {kind}`" in pages["blocks.md"]

@@ -87,7 +87,7 @@ finally:
 
 
 @pytest.mark.parametrize("answer, status", [(None, 0), (0, 0), (1, 1)])
-def test_otherwise_main_says_the_status(answer, status):
+def test_otherwise_main_states_the_status(answer, status):
     assert exit_status(lambda: answer) == status
 
 

@@ -35,7 +35,7 @@ def test_the_grid_covers_what_models_bring():
     assert max(spec.n_heads for spec in scans) == 128 and min(spec.n_heads for spec in scans) <= 16
 
 
-def test_a_label_says_the_whole_cell():
+def test_a_label_states_the_whole_cell():
     for shape in grid_cells.attention():
         label = operation("attention").label(shape)
         row = attention_choices.row(line(label, "flex", 1.0, seq_len=str(shape.seq_len)))
@@ -69,7 +69,7 @@ def test_a_public_time_is_scaled_to_a_cell_of_ours_from_half_to_twice_the_heads(
     assert found(4) == found(64) == found(8, seq_len="8192") == {"triton": 3.0}
 
 
-def test_ours_of_an_earlier_commit_stands_only_where_nothing_newer_speaks():
+def test_ours_of_an_earlier_commit_stands_only_where_nothing_newer_applies():
     old, other = line("8 on 8 x 64 plain", "triton before", 5.0), line("16 on 8 x 64 plain", "triton", 3.0)
     assert [row.ms for row in attention_choices.rows([old])] == [5.0]
     assert [row.ms for row in attention_choices.rows([old, other])] == [3.0]

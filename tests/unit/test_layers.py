@@ -157,7 +157,7 @@ def test_what_only_reads_configs_imports_no_torch(library):
     assert [chain for module in light if (chain := reaches(module, library))] == []
 
 
-def test_only_train_knows_composer():
+def test_only_train_has_composer():
     users = {module for module in files() if any(found.module.split(".")[0] == "composer" for found in imports(module))}
     assert {module for module in users if not module.startswith("llmtrain.train.")} == set()
 

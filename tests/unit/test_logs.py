@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_written_is_no_failure(tmp_path, capsys):
     assert capsys.readouterr().out == "step 1/2\n"
 
 
-def test_a_full_disk_is_told_once_and_again_when_it_is_over(tmp_path, capsys):
+def test_a_full_disk_is_reported_once_and_again_when_it_is_over(tmp_path, capsys):
     """/dev/full stands for the disk: every write to it fails."""
     with copied_to(tmp_path / "rank0.txt"):
         handler = next(one for one in log.handlers if getattr(one, "baseFilename", "").endswith("rank0.txt"))

@@ -51,7 +51,7 @@ def test_a_session_s_processes_and_their_memory():
         process.wait()
 
 
-def test_the_summary_compares_quarters_and_tells_memory_at_its_times():
+def test_the_summary_compares_quarters_and_reports_memory_at_its_times():
     gpus = [
         {"seconds": 50.0 + 15 * i, "index": 0.0, "memory.used": 100.0 + i, "utilization.gpu": 99.0} for i in range(20)
     ]

@@ -37,7 +37,7 @@ def test_figures_of_a_request():
     assert made["same"] == 0.5 and "same" not in serving.figures({"llmtrain": ours}, new=11, same=8)
 
 
-def test_a_program_that_fails_is_told_with_the_end_of_its_output(tmp_path):
+def test_a_program_that_fails_is_reported_with_the_end_of_its_output(tmp_path):
     fails = "import sys; print('MEASURED {}'); sys.stderr.write('out of memory'); sys.exit(3)"
     program = serving.Program(sys.executable, fails, {"batch": [1, 2]}, tmp_path / "one")
     with pytest.raises(serving.RunError, match=r"status 3 after 1 of 2 batches\n(MEASURED {}\n)?out of memory"):

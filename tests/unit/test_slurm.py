@@ -28,7 +28,7 @@ def test_a_run_that_fails_starts_again_so_many_times_and_then_fails_the_job(clus
     assert "requeue" not in cluster.calls
 
 
-def test_without_a_yaml_it_says_how_it_is_used(cluster):
+def test_without_a_yaml_it_explains_how_it_is_used(cluster):
     assert (cluster.submit(), cluster.calls) == (2, "")
 
 

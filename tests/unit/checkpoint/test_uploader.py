@@ -72,7 +72,7 @@ def test_what_appears_is_uploaded_and_what_an_earlier_run_left(root, bucket):
         found.verify()
 
 
-def test_the_store_keeps_what_keep_says(root, bucket):
+def test_the_store_keeps_what_keep_states(root, bucket):
     keep = Retention(last=2, every=4)
     for step in range(1, 8):
         make_checkpoint(root, step)
@@ -107,7 +107,7 @@ def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_whole(root, bucket
         assert list_stored(bucket)[0].partial
 
 
-def test_a_store_that_fails_is_told_and_training_goes_on(s3: S3, prefix, root):
+def test_a_store_that_fails_is_reported_and_training_goes_on(s3: S3, prefix, root):
     with FaultyProxy(s3.port) as proxy:
         proxy.closed = True
         uploader, said = started(s3.bucket(prefix, proxy.url), root, again_seconds=0.05)
@@ -158,7 +158,7 @@ def bring(address: str, root: Path, launch: str | None = None, verify: bool = Tr
     return fetch_newest(address, root, launch=launch, verify=verify, notify=said.append).folder, said
 
 
-def test_what_was_hashed_on_the_way_is_said_to_every_rank_of_the_start(root, bucket):
+def test_what_was_hashed_on_the_way_is_reported_to_every_rank_of_the_start(root, bucket):
     """So that the run does not hash it again."""
 
     def verified(launch: str | None, verify: bool = True) -> str | None:

@@ -42,7 +42,7 @@ def test_an_empty_folder_may_stand_there(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
-def test_a_place_that_takes_no_files_is_told_even_to_root(tmp_path):
+def test_a_place_that_takes_no_files_is_reported_even_to_root(tmp_path):
     assert unwritable_reason(tmp_path / "new" / "run") is None
     assert list(tmp_path.iterdir()) == []
     assert "/proc" in str(unwritable_reason("/proc/self/run"))
@@ -160,7 +160,7 @@ def test_what_came_meanwhile_is_not_overwritten(tmp_path):
     assert (tmp_path / "out" / "precious").exists()
 
 
-def test_what_the_disk_refuses_is_told(tmp_path):
+def test_what_the_disk_refuses_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(OutputError, match=r"cannot write .*: .*Not a directory"),

@@ -19,5 +19,5 @@ from llmtrain.config.report import ConfigError
         ("ab", "there is no 'ab'; did you mean 'abc'?", "there is no 'ab'; did you mean 'abc'?"),
     ],
 )
-def test_a_value_is_told_unless_the_message_does(found, message, line):
+def test_a_value_is_reported_unless_the_message_does(found, message, line):
     assert str(ConfigError("a.yaml", [Problem(path="model.x", message=message, found=found)])).endswith(f"  {line}")

@@ -60,7 +60,7 @@ def test_a_folder_of_that_name_is_not_in_the_way():
     assert find_config("quickstart") == ROOT / "yamls/quickstart.yaml"
 
 
-def test_an_unknown_name_is_told_the_near_ones_or_all():
+def test_an_unknown_name_is_reported_the_near_ones_or_all():
     assert refusal("mpt-1") == (
         "mpt-1: is neither a file nor the name of a YAML that llmtrain brings; did you mean mpt-1b or mpt-13b?"
     )
@@ -83,5 +83,5 @@ def test_a_name_that_no_file_can_have_is_refused_too():
         ("eval/quick.yaml", "quick"),
     ],
 )
-def test_a_path_into_a_checkout_that_is_not_here_is_told_the_name(path, name):
+def test_a_path_into_a_checkout_that_is_not_here_is_reported_the_name(path, name):
     assert refusal(path) == f"{path}: no such file; llmtrain brings one of that name, which is found as {name}"

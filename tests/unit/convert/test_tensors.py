@@ -129,7 +129,7 @@ def test_a_tensor_is_made_once_and_stored_in_fp32(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "another dtype", "no file"])
-def test_damage_is_told(tmp_path, tensors, damage):
+def test_damage_is_reported(tmp_path, tensors, damage):
     manifest = save(tmp_path / "checkpoint", dict(tensors), file_bytes=10**9)
     [file] = (tmp_path / "checkpoint").glob("*.safetensors")
     if damage == "cut":
@@ -144,7 +144,7 @@ def test_damage_is_told(tmp_path, tensors, damage):
         [list(found.elements(name, [torch.Size(shape).numel()])) for name, shape in SHAPES.items()]
 
 
-def test_too_few_or_too_many_elements_are_told(tmp_path, tensors):
+def test_too_few_or_too_many_elements_are_reported(tmp_path, tensors):
     manifest = save(tmp_path / "checkpoint", dict(tensors))
     for count, message in ((49, "too many"), (51, "too few")):
         with pytest.raises(CheckpointError, match=message):

@@ -161,7 +161,7 @@ def test_a_bad_record_is_named_with_file_and_line(records, settings, monkeypatch
     assert not Path(settings(records).out).exists()
 
 
-def test_a_wrong_key_is_said_before_a_tokenizer_is_trained_on_nothing(records, settings):
+def test_a_wrong_key_is_reported_before_a_tokenizer_is_trained_on_nothing(records, settings):
     with pytest.raises(PrepareError, match=r"records\.jsonl:1: has no key 'body'"):
         prepare(settings(records, text_key="body", vocab_size=400), progress=False)
 
@@ -276,7 +276,7 @@ def test_a_large_text_file_stays_one_document(tmp_path, settings, monkeypatch):
     ("text", "fraction", "said"),
     [("tiny", 0.0, "train part"), ("a fair amount of text " * 400, 0.5, "(train|validation) part has 0 documents")],
 )
-def test_too_little_text_is_an_error_that_says_where(tmp_path, settings, text, fraction, said):
+def test_too_little_text_is_an_error_that_names_the_place(tmp_path, settings, text, fraction, said):
     file = tmp_path / "one.txt"
     file.write_text(text)
     tokenizer = tmp_path / "tokenizer"
@@ -391,7 +391,7 @@ def test_best_fit_keeps_documents_whole_and_fills_with_ends(corpus, records, set
                 assert text in texts or len(part) == 64 or any(one.endswith(text.lstrip("\ufffd")) for one in texts)
 
 
-def test_settings_of_documents_that_contradict_each_other_are_told(settings):
+def test_settings_of_documents_that_contradict_each_other_are_reported(settings):
     for changes, said in (
         ({"add_eos_token": False}, "nothing divides documents"),
         ({"add_eos_token": False, "packing": "best_fit"}, "best_fit masks"),
@@ -401,14 +401,14 @@ def test_settings_of_documents_that_contradict_each_other_are_told(settings):
             settings("a", **changes)
 
 
-def test_a_tokenizer_without_a_beginning_is_told(corpus, settings, tmp_path):
+def test_a_tokenizer_without_a_beginning_is_reported(corpus, settings, tmp_path):
     train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
     made = settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True)
     with pytest.raises(TokenizerError, match="add_bos_token: the tokenizer has no bos_token"):
         prepare(made)
 
 
-def test_waiting_for_another_process_is_said(tmp_path, monkeypatch, caplog):
+def test_waiting_for_another_process_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(prepared_folder, "_TOLD_AFTER", 0.05)
     caplog.set_level("INFO")
     with lock_folder(tmp_path / "out"):

@@ -65,7 +65,7 @@ def test_the_yaml_is_the_data_of_a_run(tmp_path, sources):
     assert set(data.validation_streams()) == {"web", "code"}
 
 
-def test_the_same_command_finds_all_there_and_parts_of_a_change_are_told(tmp_path, sources):
+def test_the_same_command_finds_all_there_and_parts_of_a_change_are_reported(tmp_path, sources):
     first = prepare_streams(config(tmp_path, streams=sources), progress=False)
     before = digests(tmp_path / "out")
     again = prepare_streams(config(tmp_path, streams=sources), progress=False)

@@ -131,7 +131,7 @@ def test_of_many_starts_at_once_one_gets_the_folder(tmp_path, flock, stale):
 
 
 @pytest.mark.parametrize(("silent", "died"), [(1, False), (600, True)])
-def test_the_lock_of_another_machine_says_how_to_take_over(tmp_path, flock, silent, died):
+def test_the_lock_of_another_machine_explains_how_to_take_over(tmp_path, flock, silent, died):
     path = write(tmp_path, silent, host="elsewhere", boot="another")
     before = path.read_bytes()
     with pytest.raises(RunHeldError) as error:

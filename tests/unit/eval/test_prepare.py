@@ -57,7 +57,7 @@ def left_out(found: Prepared) -> dict[str, str]:
     return {Path(where).name: reason for where, reason in found.documents.skipped.items()}
 
 
-def test_bad_records_are_told_together_with_the_task(make):
+def test_bad_records_are_reported_together_with_the_task(make):
     task = make([GOOD, GOOD | {"gold": 2}, '{"query": "q', GOOD | {"choices": ["a", " "]}])
     with pytest.raises(BadDocuments) as raised:
         read_documents(task.task, RUN)
@@ -169,7 +169,7 @@ def test_a_byte_order_mark_and_whole_numbers_with_a_point_are_read(make, tmp_pat
 
 
 @pytest.mark.parametrize("text", [json.dumps([GOOD]), json.dumps([GOOD], indent=1), json.dumps(GOOD, indent=1)])
-def test_json_that_is_no_jsonl_is_told_once(make, tmp_path, text):
+def test_json_that_is_no_jsonl_is_reported_once(make, tmp_path, text):
     task = make([GOOD]).task
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(EvalError, match=r"task mine: \S*x\.jsonl: JSON, but not JSONL; write one object a line"):

@@ -74,7 +74,7 @@ def test_every_error_at_once(file):
     assert all(part in said for part in ("modles", "did you mean models", "limit", "tasks.1.shot", "convention")), said
 
 
-def test_a_training_config_is_told_as_that(tmp_path):
+def test_a_training_config_is_reported_as_that(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("name: tiny\nmodel: {d_model: 8}\ntrain: {duration: 3 steps}\noptimizer: {lr: 1e-3}\n")
     with pytest.raises(ConfigError) as error:
@@ -91,7 +91,7 @@ def test_an_empty_file(tmp_path):
         load_eval_run(tmp_path / "e.yaml")
 
 
-def test_two_tasks_of_one_name_are_told_apart_or_refused(tmp_path, file):
+def test_two_tasks_of_one_name_are_distinguished_or_refused(tmp_path, file):
     for name in ("one", "two"):
         task = {"name": "same", "type": "schema", "source": {"path": "x.jsonl"}}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))

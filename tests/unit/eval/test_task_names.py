@@ -73,7 +73,7 @@ def test_what_a_text_names(folder, text, names):
     assert found(folder, text) == names
 
 
-def test_a_file_of_ours_is_told_by_its_keys(folder, tmp_path):
+def test_a_file_of_ours_is_reported_by_its_keys(folder, tmp_path):
     (tmp_path / "ours.yaml").write_text('{"name": "mine", "type": "schema", "source": {"path": "x.jsonl"}}')
     assert found(folder, "ours.yaml") == ["ours:ours"]
     assert found(folder, str(eval_yamls("tasks")["piqa"])) == ["ours:piqa"]
@@ -106,7 +106,7 @@ def test_a_folder_is_no_task(folder):
     assert f"{folder} is a folder; {folder}/*.yaml names all task files in it" in refused(folder, str(folder))
 
 
-def test_without_a_harness_its_names_are_said_to_need_one(folder):
+def test_without_a_harness_its_names_are_reported_to_need_one(folder):
     with pytest.raises(EvalError) as error:
         TaskNames().find("mmlu_x")
     assert "mmlu" in str(error.value)
@@ -150,7 +150,7 @@ def problems(folder: Path, *tasks: object, **settings: object) -> list[tuple[str
     return [(problem.path, problem.message) for problem in error.value.problems]
 
 
-def test_all_that_is_wrong_is_said_with_key_and_file_before_data_are_read(folder):
+def test_all_that_is_wrong_is_reported_with_key_and_file_before_data_are_read(folder):
     [first, second, third] = problems(folder, "quiz_a", "python", "code", {"task": "quiz_x", "shots": [1]})
     assert first[0] == "tasks.1" and f"{folder}/python.yaml" in first[1]
     assert second[0] == "tasks.2" and "process_docs" in second[1] and "utils.docs" in second[1]

@@ -216,7 +216,7 @@ def mpt(d_model: int, n_heads: int, n_layers: int) -> HybridLM:
     "d_model, n_heads, n_layers, parameters",
     [(2048, 16, 24, 1_315_950_592), (4096, 32, 32, 6_658_859_008), (7168, 56, 48, 29_975_214_080)],
 )
-def test_mpt_has_as_many_parameters_as_llm_foundry_says(d_model, n_heads, n_layers, parameters):
+def test_mpt_has_as_many_parameters_as_llm_foundry_states(d_model, n_heads, n_layers, parameters):
     model = mpt(d_model, n_heads, n_layers)
     count = count_parameters(model)
     assert count.total == count.active == sum(part.parameters for part in components(model)) == parameters

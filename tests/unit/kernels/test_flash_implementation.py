@@ -60,7 +60,7 @@ def test_other_kernels_of_sdpa_stand_beside_any_version(active):
         ("sdpa:flash4", B200, 192, "a head_dim up to 128, or 256, on Blackwell, not 192"),
     ],
 )
-def test_it_says_why_it_cannot_serve(name, where, head_dim, words):
+def test_it_gives_the_reason_it_cannot_serve(name, where, head_dim, words):
     reason = registry.refusal("attention", name, AttentionSpec(8, 2, head_dim, 0.1), where)
     assert reason is not None and words in reason
 

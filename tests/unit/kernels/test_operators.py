@@ -79,7 +79,7 @@ def test_gradients_are_those_of_its_formula_and_only_where_they_are_asked_for(op
     assert op(x.detach(), bias, 3.0, "")[0].requires_grad
 
 
-def test_an_operator_without_a_gradient_says_so(plain: Any):
+def test_an_operator_without_a_gradient_reports_it(plain: Any):
     out, _ = plain(leaf(3), None, 2.0, "")
     with pytest.raises(RuntimeError, match=r"llmtrain\.test_plain\.default has no gradient"):
         out.sum().backward()

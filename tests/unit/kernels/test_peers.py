@@ -35,7 +35,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("operation", SPECS)
-def test_what_is_not_installed_says_how_to_install_it(operation):
+def test_what_is_not_installed_explains_how_to_install_it(operation):
     name, spec, package = SPECS[operation]
     reason = registry.refusal(operation, name, spec, H200)
     assert reason is not None
@@ -116,7 +116,7 @@ def test_causal_conv1d_reads_channels_side_by_side(monkeypatch):
     assert torch.equal(y, x)
 
 
-def test_the_norm_of_mamba_ssm_is_told_groups_and_order(monkeypatch):
+def test_the_norm_of_mamba_ssm_is_reported_groups_and_order(monkeypatch):
     from llmtrain.kernels.gated_norm import mamba_ssm
 
     calls = recorded(monkeypatch, "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")

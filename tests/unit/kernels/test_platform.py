@@ -8,7 +8,7 @@ import torch
 from llmtrain.kernels import platform
 
 
-def test_a_cpu_knows_its_memory():
+def test_a_cpu_has_its_memory():
     here = platform.detect("cpu")
     assert (here.vendor, here.arch, here.device_type) == ("cpu", "cpu", "cpu")
     assert here.memory_bytes > 1 << 28

@@ -101,7 +101,7 @@ def test_a_family_resolves_to_the_kernel_it_means(where, expected):
         ("triton", spec(dtype="float64"), None, ["bfloat16, float16, float32, not float64"]),
     ],
 )
-def test_a_refusal_says_why_and_what_can_serve(name, wanted, where, words):
+def test_a_refusal_gives_the_reason_and_what_can_serve(name, wanted, where, words):
     reason = registry.refusal("attention", name, wanted, where)
     assert reason is not None
     assert all(word in reason for word in words), reason

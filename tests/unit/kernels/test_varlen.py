@@ -6,7 +6,7 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.varlen import VarlenAttention
 
 
-def test_varlen_knows_where_documents_begin_and_rounds_what_decides_shapes():
+def test_varlen_has_where_documents_begin_and_rounds_what_decides_shapes():
     ids = torch.tensor([[3, 3, 3, 5, 5, 3], [3, 3, -1, -1, -1, -1]])
     context = VarlenAttention(AttentionSpec(2, 2, 16, 0.25, documents=True)).prepare(6, torch.device("cpu"), ids)
     assert context is not None

@@ -36,7 +36,7 @@ def test_graphs_gain_more_than_they_lose(parameters, layers, microbatches, token
         ([ONCE, "model.dropout=0.1", "train.activation_checkpointing.type=full"], False),
     ],
 )
-def test_a_run_takes_graphs_where_nothing_speaks_against_them(settings, expected):
+def test_a_run_takes_graphs_where_nothing_rules_out_them(settings, expected):
     batch = ["train.microbatch_size=2", "train.global_batch_size=16"]
     assert takes_graphs(load_config("zamba2-2.7b", [*settings, *batch]), 2_700_000_000, 2, one_node=True) == expected
 

@@ -109,7 +109,7 @@ def test_interpolation_of_the_environment(load, monkeypatch):
     assert load(text).data.train_streams()["books"].local == "/data/books"
 
 
-def test_a_number_of_the_environment_is_told_how_to_become_one(load, monkeypatch):
+def test_a_number_of_the_environment_is_reported_how_to_become_one(load, monkeypatch):
     monkeypatch.setenv("RATE", "2e-3")
     with pytest.raises(ConfigError, match=re.escape("environment variable: ${oc.decode:${oc.env:NAME}}")):
         load(GOOD, "optimizer.lr=${oc.env:RATE}")
@@ -304,7 +304,7 @@ ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: at
         ),
     ],
 )
-def test_ranks_that_cannot_share_sequences_are_told_why(load, text, overrides, world_size, path, message):
+def test_ranks_that_cannot_share_sequences_are_reported_why(load, text, overrides, world_size, path, message):
     assert message in problems(load, text, *overrides, world_size=world_size)[path]
 
 

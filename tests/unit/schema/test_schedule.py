@@ -87,7 +87,7 @@ def test_lengths_in_epochs():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_schedule_says_what_it_is(schedule, text):
+def test_a_schedule_explains_what_it_is(schedule, text):
     assert str(rate(schedule)) == text
 
 

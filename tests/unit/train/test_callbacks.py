@@ -103,7 +103,7 @@ def test_an_unknown_device_has_no_mfu(clock):
         (TokenCost(19e9, 12e9, 16e9, Peak(1e13, "NVIDIA H20")), None),
     ],
 )
-def test_more_than_the_peak_is_told_once_with_what_may_be_wrong(clock, capsys, cost, said):
+def test_more_than_the_peak_is_reported_once_with_what_may_be_wrong(clock, capsys, cost, said):
     run_steps(Throughput(cost), clock, [(1.0, 1000)] * 5)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == (said is not None)
@@ -153,7 +153,7 @@ def test_a_step_that_was_run_again_counts_with_its_last_value(tmp_path):
     assert read_metrics(path, "nothing") == ([], [])
 
 
-def test_a_full_disk_is_told_once_and_the_file_goes_on_whole(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_once_and_the_file_goes_on_whole(tmp_path, capsys, monkeypatch):
     """RLIMIT_FSIZE stands for the full disk: a write ends in the middle of a line, with an error."""
     path = tmp_path / "metrics.jsonl"
     logger = JSONLLogger(path, interval=1)

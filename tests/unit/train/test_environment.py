@@ -34,7 +34,7 @@ def test_variables_go_before_the_preset():
     assert (found["NCCL_IB_GID_INDEX"], found["NCCL_DEBUG"], found["NCCL_CROSS_NIC"]) == ("1", "INFO", "0")
 
 
-def test_what_the_process_has_stays_and_is_said():
+def test_what_the_process_has_stays_and_is_reported():
     has = {"NCCL_DEBUG": "WARN", "NCCL_CROSS_NIC": "1", "HOME": "/home"}
     config = Environment(variables={"NCCL_DEBUG": "INFO", "NCCL_CROSS_NIC": 1, "NCCL_ALGO": "Ring"})
     lines = apply_environment(config, "nvidia", "run", has)

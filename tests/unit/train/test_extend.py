@@ -60,7 +60,7 @@ def test_nothing_to_say(schedule, before, after, step):
         (COSINE, 5, ("0.5", "0.6")),  # in the warmup the rate rises anyway
     ],
 )
-def test_a_rate_that_goes_on_is_told(schedule, step, rates):
+def test_a_rate_that_goes_on_is_reported(schedule, step, rates):
     text = notice(schedule, "100 steps", "200 steps", step)
     assert text == (
         f"train.duration was 100 steps and is 200: the learning rate was {rates[0]} at step {step} "
@@ -77,7 +77,7 @@ def test_a_finished_wsd_run_goes_on_from_before_its_decay(kept):
     assert "copy runs/tiny/checkpoints/step-00000080 to" in text
 
 
-def test_without_a_checkpoint_from_before_the_decay_it_says_so():
+def test_without_a_checkpoint_from_before_the_decay_it_reports_it():
     text = notice(WSD, "100 steps", "200 steps", 90)
     assert text and "no checkpoint from before it is here" in text
 

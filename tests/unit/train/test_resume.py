@@ -79,7 +79,7 @@ def test_a_refusal_names_the_ends_that_the_phase_at_work_may_have(tmp_path, shar
         resume(ended(100), ended(500), 85)
 
 
-def test_other_differences_are_told_beside_it(tmp_path, shards):
+def test_other_differences_are_reported_beside_it(tmp_path, shards):
     old = config(tmp_path, OPEN)
     new = config(tmp_path, [OPEN[0], {"proportions": {"web": 1, "code": 3}}])
     changed = new.model_copy(update={"data": new.data.model_copy(update={"shuffle_seed": 1})})

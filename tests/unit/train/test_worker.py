@@ -13,7 +13,7 @@ run_rank(lambda ranks: signal.raise_signal(signal.SIGBUS), "run.yaml", [], fresh
 """
 
 
-def test_a_fault_in_c_code_is_told(tmp_path):
+def test_a_fault_in_c_code_is_reported(tmp_path):
     ended = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGBUS
     assert ended.stderr.startswith("Fatal Python error: Bus error")

@@ -206,7 +206,7 @@ def test_a_download_that_was_cut_off_keeps_the_files_it_has(s3: S3, prefix, tmp_
 @pytest.mark.parametrize(
     ("closed", "bucket", "message"), [(False, "absent", "NoSuchBucket"), (True, BUCKET, r"\(12 attempts\)")]
 )
-def test_a_store_that_refuses_is_told(s3: S3, prefix, monkeypatch, closed, bucket, message):
+def test_a_store_that_refuses_is_reported(s3: S3, prefix, monkeypatch, closed, bucket, message):
     with FaultyProxy(s3.port) as proxy:
         proxy.closed = closed
         monkeypatch.setenv("S3_ENDPOINT_URL", proxy.url)

@@ -262,7 +262,7 @@ class TestHuggingFace:
         assert model["blocks"]["attn"]["position"] == {"type": "alibi"} and model["positions"] == "none"
         assert "qkv_bias" not in model["blocks"]["attn"] and left(made) == {}
 
-    def test_mpt_in_a_folder_says_what_it_has_and_ours_has_not(self, tmp_path):
+    def test_mpt_in_a_folder_explains_what_it_has_and_ours_has_not(self, tmp_path):
         config = {
             "model_type": "mpt",
             "d_model": 64,

@@ -116,7 +116,7 @@ def test_the_default_weight_decay_is_composers(tmp_path):
     assert config.optimizer.betas == (0.9, 0.95)
 
 
-def test_what_norms_and_biases_lose_is_said_only_where_there_is_decay(tmp_path):
+def test_what_norms_and_biases_lose_is_reported_only_where_there_is_decay(tmp_path):
     assert "norms and biases" in left(migrated(tmp_path, {"optimizer.weight_decay": 1e-5}))["optimizer.weight_decay"]
     assert left(migrated(tmp_path)) == {}
 

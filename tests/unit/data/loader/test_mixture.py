@@ -56,7 +56,7 @@ def test_proportions_of_streams_are_one_phase():
     assert mixture_phases(config(), 8, [1, 1]) == ()
 
 
-def test_phases_that_go_back_are_told():
+def test_phases_that_go_back_are_reported():
     [problem] = mixture_problems(config(GOOD), 20, None, None)  # 8,000 tokens are 40 steps
     assert problem.path == "data.mixture.1.until" and "at step 40, but the phase begins at step 50" in problem.message
 
@@ -81,7 +81,7 @@ def test_a_phase_of_tokens_or_repeats_ends_when_they_are_read():
     assert np.diff(read, axis=0).tolist() == [[600, 200], [502, 202], [24, 72], [0, 40]]  # 88 steps are 704
 
 
-def test_a_run_beyond_the_last_budget_is_told():
+def test_a_run_beyond_the_last_budget_is_reported():
     [problem] = mixture_problems(config(BUDGETS), 8, [1000, 100], 206)
     assert (
         problem.path == "train.duration"
@@ -123,17 +123,17 @@ def test_an_epoch_reads_streams_by_their_budgets(own):
         (None, {"cache_limit": 10**9}, "cache_limit", "stream web has no remote"),
     ],
 )
-def test_what_does_not_fit_is_told(mixture, options, path, message):
+def test_what_does_not_fit_is_reported(mixture, options, path, message):
     assert message in said(mixture, **options)[path]
 
 
 @pytest.mark.parametrize("own", ["proportion", "tokens", "repeats"])
-def test_a_streams_own_share_beside_a_mixture_is_told(own):
+def test_a_streams_own_share_beside_a_mixture_is_reported(own):
     streams = {name: stream | {own: 1} for name, stream in STREAMS.items()}
     assert "no effect beside data.mixture" in said(GOOD, streams)[f"train.streams.web.{own}"]
 
 
-def test_two_shares_of_a_stream_are_told():
+def test_two_shares_of_a_stream_are_reported():
     streams = STREAMS | {"code": {"local": "code", "tokens": 5, "repeats": 2}}
     assert said(None, streams) == {"train.streams.code.tokens": "is given beside repeats; give one of them"}
 
@@ -174,7 +174,7 @@ LATER: dict[str, tuple[int | None, list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", LATER)
 @pytest.mark.parametrize("stratified", [False, True])
-def test_a_changed_mixture_reads_the_same_in_as_many_steps_as_said(case, stratified):
+def test_a_changed_mixture_reads_the_same_in_as_many_steps_as_stated(case, stratified):
     expected, phases = LATER[case]
     before, now = (config(one, stratified=stratified) for one in (GOOD, phases))
     sizes = [np.full(40, 50), np.full(30, 50)]

@@ -121,7 +121,7 @@ def test_shards_may_be_stored_otherwise(small, corpus, settings, tmp_path, compr
 
 
 @pytest.mark.parametrize("written", ["gzip", "zstd:0", "zstd:23", "", "zstd:", "None"])
-def test_a_compression_that_is_not_known_is_told(settings, written):
+def test_a_compression_that_is_not_known_is_reported(settings, written):
     with pytest.raises(ValidationError, match="zstd:LEVEL"):
         settings("x", compression=written)
 
@@ -253,7 +253,7 @@ def test_a_damaged_shard_is_made_anew_by_overwrite(small, corpus, with_tokenizer
     assert made == [shard.name.split(".")[0]]
 
 
-def test_a_file_that_changed_after_a_kill_is_told_and_made_anew(small, corpus, with_tokenizer, tmp_path, caplog):
+def test_a_file_that_changed_after_a_kill_is_reported_and_made_anew(small, corpus, with_tokenizer, tmp_path, caplog):
     prepare_part(with_tokenizer(corpus), Part(1, 1), progress=False)
     (corpus / "a/01.txt").write_text("other words " * 150)
     with caplog.at_level("INFO", logger="llmtrain"):

@@ -134,7 +134,7 @@ def test_two_processes_give_the_same(config, tmp_path):
     assert digests(several.out) == digests(whole.out)
 
 
-def test_without_it_all_documents_stay_and_the_setting_tells_folders_apart(config):
+def test_without_it_all_documents_stay_and_the_setting_distinguishes_folders(config):
     plain = config.model_copy(update={"dedup": False})
     made = prepare(plain, progress=False)
     assert "duplicates" not in made.manifest

@@ -107,7 +107,7 @@ def test_a_machine_that_dies_loses_what_was_not_brought(server, here, corpus, se
         ({}, "hf://datasets/a/b", "expected a folder on this machine, or s3://BUCKET/FOLDER"),
     ],
 )
-def test_what_a_store_cannot_have_is_told(settings, changes, out, said):
+def test_what_a_store_cannot_have_is_reported(settings, changes, out, said):
     with pytest.raises(PrepareError, match=said):
         prepare(settings("x", **({"tokenizer": "t", "vocab_size": None} | changes)), progress=False, address=out)
 

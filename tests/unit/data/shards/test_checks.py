@@ -26,7 +26,7 @@ def test_good_shards_have_no_problem(tmp_path, write_shards):
     assert said(config({"a": {"local": local}}, validation={"streams": {"v": {"local": local}}})) == []
 
 
-def test_a_missing_folder_says_how_to_make_it(tmp_path):
+def test_a_missing_folder_explains_how_to_make_it(tmp_path):
     [(path, message)] = said(config({"web": {"local": str(tmp_path / "none"), "split": "train"}}))
     assert path == "data.train.streams.web.local"
     assert "does not exist" in message and f"llmtrain prepare SOURCE... --out {tmp_path / 'none'}" in message
@@ -45,7 +45,7 @@ def test_every_problem_is_reported_at_once(tmp_path, write_shards):
     assert paths == [f"data.train.streams.{name}.local" for name in streams] + ["data.validation.streams.gone.local"]
 
 
-def test_a_shard_without_its_file_is_told(tmp_path, write_shards):
+def test_a_shard_without_its_file_is_reported(tmp_path, write_shards):
     local = write_shards(tmp_path / "a", 20)
     lost, *others = sorted(path.name for path in local.glob("shard*"))
     (local / lost).unlink()
@@ -58,18 +58,18 @@ def test_a_shard_without_its_file_is_told(tmp_path, write_shards):
 
 
 @pytest.mark.parametrize("remote", ["s3://", "s3:", "s3:/b/a", "hf://"])
-def test_a_remote_that_names_no_place_is_told(tmp_path, remote):
+def test_a_remote_that_names_no_place_is_reported(tmp_path, remote):
     [(path, message)] = said(config({"a": {"local": str(tmp_path / "a"), "remote": remote}}))
     assert path == "data.train.streams.a.remote" and "names no place" in message
 
 
-def test_another_sample_length_says_what_to_set(tmp_path, write_shards):
+def test_another_sample_length_explains_what_to_set(tmp_path, write_shards):
     [(path, message)] = said(config({"a": {"local": str(write_shards(tmp_path / "a", 20, seq_len=16))}}))
     assert path == "data.train.streams.a.local"
     assert "samples of 16 tokens but data.seq_len is 8" in message and "data.seq_len: 16" in message
 
 
-def test_a_larger_tokenizer_than_the_model_is_told(tmp_path, write_shards):
+def test_a_larger_tokenizer_than_the_model_is_reported(tmp_path, write_shards):
     local = write_shards(tmp_path / "a" / "train", 20).parent
     data = config({"a": {"local": str(local), "split": "train"}})
     assert check_vocabulary(data, 10) == []  # shards of others: nothing is known

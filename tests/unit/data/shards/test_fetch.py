@@ -67,7 +67,7 @@ def files(folder: Path) -> list[str]:
         (RuntimeError("503"),),
     ],
 )
-def test_what_is_not_as_the_index_says_is_fetched_anew(tmp_path, packed, bad):
+def test_what_is_not_as_the_index_states_is_fetched_anew(tmp_path, packed, bad):
     store = Store(*bad, PACKED if packed else RAW)
     fetcher(tmp_path, store).prepare(0, entry(packed))
     assert files(tmp_path) == ["0.mds"] and (tmp_path / "0.mds").read_bytes() == RAW
@@ -86,7 +86,7 @@ def test_it_gives_up_after_the_retries_and_leaves_nothing(tmp_path, answer):
     assert store.asked == 4 and files(tmp_path) == []
 
 
-def test_a_client_that_is_not_installed_is_said_at_once(tmp_path):
+def test_a_client_that_is_not_installed_is_reported_at_once(tmp_path):
     store = Store(ModuleNotFoundError("No module named 'boto3'"))
     said = r"0\.mds cannot be downloaded: the store's client is not installed \(No module named 'boto3'\)"
     with pytest.raises(ShardError, match=said):
@@ -94,7 +94,7 @@ def test_a_client_that_is_not_installed_is_said_at_once(tmp_path):
     assert store.asked == 1 and files(tmp_path) == []
 
 
-def test_a_full_disk_is_said_at_once(tmp_path):
+def test_a_full_disk_is_reported_at_once(tmp_path):
     store = Store(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
         fetcher(tmp_path, store).prepare(0, entry(False))

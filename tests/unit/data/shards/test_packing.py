@@ -69,7 +69,7 @@ def test_best_fit_puts_every_item_into_one_bin_that_holds_it(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("window", [1, 500, 1 << 24])
-def test_documents_lie_whole_in_samples_where_the_layout_says(seed, window, monkeypatch):
+def test_documents_lie_whole_in_samples_where_the_layout_states(seed, window, monkeypatch):
     """Documents in pieces, short and longer than a sample; any window."""
     monkeypatch.setattr(best_fit_module, "WINDOW_TOKENS", window)
     rng = np.random.default_rng(seed)

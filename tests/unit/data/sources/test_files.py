@@ -84,7 +84,7 @@ def test_every_missing_source_is_named_at_once(tmp_path):
     assert all(name in str(error.value) for name in said)
 
 
-def test_files_of_several_sources_are_told(tmp_path, monkeypatch):
+def test_files_of_several_sources_are_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt", "c.txt"):

@@ -149,7 +149,7 @@ def test_the_switch_changes_neither_samples_nor_their_order(prepared):
     assert not any("document_ids" in batch for batch in usual)
 
 
-def test_the_manifest_or_the_tokenizer_beside_the_shards_says_it(prepared, tmp_path):
+def test_the_manifest_or_the_tokenizer_beside_the_shards_states_it(prepared, tmp_path):
     out = tmp_path / "out"
     assert end_of_document(streams(prepared, local=str(out), split="train")) == (0, False)
     assert end_of_document(streams(prepared, local=str(out / "train"))) == (0, False)

@@ -59,7 +59,7 @@ def test_end_of_document_comes_from_the_tokenizer_config(tokenizer, tmp_path):
     assert (loaded.eod_token, loaded.eod_id, loaded.vocab_size) == ("</s>", 300, 301)
 
 
-def test_what_cannot_be_loaded_says_why(tokenizer, tmp_path):
+def test_what_cannot_be_loaded_gives_the_reason(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("{}")
     backend = json.loads(tokenizer.backend.to_str())
@@ -79,7 +79,7 @@ def test_what_cannot_be_loaded_says_why(tokenizer, tmp_path):
             load_tokenizer(name)
 
 
-def test_an_unreachable_hub_says_what_to_do(monkeypatch, tmp_path):
+def test_an_unreachable_hub_explains_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(TokenizerError, match="hf download some/model"):
@@ -91,7 +91,7 @@ def test_a_text_too_small_for_the_vocabulary_is_an_error():
         train_bpe(["abc"], 1000)
 
 
-def test_a_small_text_may_yield_fewer_tokens_if_that_is_said():
+def test_a_small_text_may_yield_fewer_tokens_if_that_is_reported():
     assert 256 < train_bpe(["abc"], 1000, or_fewer=True).vocab_size < 300
     assert train_bpe(["some words of text"], 260, or_fewer=True).vocab_size == 260
 

@@ -109,7 +109,7 @@ def test_intervals_of_weighted_averages_cover(parts):
 
 
 @pytest.mark.parametrize("kind", ["accuracies", "perplexities", "averages"])
-def test_equal_models_are_told_apart_in_five_percent_of_cases(kind):
+def test_equal_models_are_distinguished_in_five_percent_of_cases(kind):
     rng = np.random.default_rng(2)
     simulate = {
         "accuracies": lambda: hits(rng, 0.5, 0.5, 0.5, 100),

@@ -128,7 +128,7 @@ def test_settings_beside_a_groups_name_hold_for_its_tasks_which_keep_their_names
         ("task: g\nclass: !function task.G\n", "makes it a Python class (class: task.G of "),
     ],
 )
-def test_what_cannot_be_a_group_is_said_with_its_file(folder, text, said):
+def test_what_cannot_be_a_group_is_reported_with_its_file(folder, text, said):
     (folder / "g.yaml").write_text(text)
     (folder / "h.yaml").write_text("group: h\ntask: [g]\n")
     with pytest.raises(EvalError) as error:

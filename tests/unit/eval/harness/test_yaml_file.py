@@ -87,7 +87,7 @@ def test_values_are_those_of_yaml_1_1_as_the_harness_reads_them(tmp_path):
         ("include: none.yaml", "task.yaml: include: "),
     ],
 )
-def test_what_cannot_be_read_is_said_with_file_and_line(tmp_path, text, said):
+def test_what_cannot_be_read_is_reported_with_file_and_line(tmp_path, text, said):
     assert said in error(write(tmp_path, task=text))
 
 

@@ -40,7 +40,7 @@ def test_a_digest_is_of_the_texts_and_nothing_else():
     assert long[0]["digest"] != long[1]["digest"] and long[0]["prompt"] == long[1]["prompt"] == "…" + 200 * "x"
 
 
-def test_documents_of_a_task_are_told_apart_by_gold_and_choices():
+def test_documents_of_a_task_are_distinguished_by_gold_and_choices():
     def digest(content: Choices) -> str:
         answers = [one for _, [one, _] in choices([True] * len(content.choices))]
         return process_results(Document(0, "x:1", content), answers, LmEvalPrompting()).details["digest"]

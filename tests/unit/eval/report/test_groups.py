@@ -93,7 +93,7 @@ def test_the_terminal_has_a_line_for_each_metric(report):
     ]
 
 
-def test_a_group_with_a_failed_task_has_no_average_and_says_so():
+def test_a_group_with_a_failed_task_has_no_average_and_reports_it():
     results = [result("m", "a", 0, 0.25, 100), result("m", "c", 3, 1.0, 400)]
     results += [result("n", name, shots, 0.5, 100) for name, shots in (("a", 0), ("b", 0), ("c", 3))]
     groups = [one for model in ("m", "n") for one in group_results([GroupRun(ALL, None)], model, results)]

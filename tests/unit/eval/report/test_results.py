@@ -58,7 +58,7 @@ def report() -> Report:
     return Report("try", results, gauntlet, scores)
 
 
-def test_the_table_has_a_row_for_each_model_and_says_what_it_measures(report):
+def test_the_table_has_a_row_for_each_model_and_explains_what_it_measures(report):
     text = as_markdown(report)
     lines = text.splitlines()
     assert "lm-evaluation-harness 0.4.13's convention (`lm-eval`), weights in bfloat16" in text

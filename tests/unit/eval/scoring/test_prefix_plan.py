@@ -96,7 +96,7 @@ def test_a_few_shot_prefix_of_many_documents_is_read_once():
     assert work(plan(few_shot)).tokens < naive(few_shot) / 12
 
 
-def test_prefixes_of_several_groups_of_documents_are_told_apart():
+def test_prefixes_of_several_groups_of_documents_are_distinguished():
     """Requests like those of MMLU, whose subjects have their own examples after a common sentence."""
     text = Text(0)
     sentence = text(20)

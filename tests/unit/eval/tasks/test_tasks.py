@@ -183,7 +183,7 @@ def test_rules_between_settings(make, settings, message):
     assert message in errors(make, [], **settings)
 
 
-def test_an_empty_file_says_what_a_task_needs(tmp_path):
+def test_an_empty_file_explains_what_a_task_needs(tmp_path):
     (tmp_path / "none.yaml").write_text("\n")
     assert "is empty; it needs name, type, source" in errors(load_task, tmp_path / "none.yaml", "foundry")
 
@@ -381,7 +381,7 @@ def test_an_empty_prompt_needs_a_tokenizer_with_bos(make, tokenizer):
 
 
 @pytest.mark.parametrize("convention, most", [("foundry", 19), ("lm-eval", 20)])
-def test_what_does_not_fit_the_model_is_told_with_its_line(make, tokenizer, convention, most):
+def test_what_does_not_fit_the_model_is_reported_with_its_line(make, tokenizer, convention, most):
     """LLM Foundry counts the last token, which is predicted but not read, as part of the window; lm-evaluation-harness does not."""
 
     def check(task: NativeTask, window: int) -> None:
@@ -430,7 +430,7 @@ def test_templates_cannot_reach_the_machine(make):
         make([GOOD], query="{{''.__class__.__mro__}}").documents()
 
 
-def test_generation_ends_where_the_convention_says(make, tokenizer):
+def test_generation_ends_where_the_convention_states(make, tokenizer):
     record = {"context": "Name it", "answer": "of the words", "aliases": ["a"]}
     settings = {"type": "generation", "foundry": {"stops": ["\n"]}, "lm_eval": {"stops": ["."], "max_new_tokens": 7}}
     longest = len(tokenizer.encode("of the words"))

@@ -187,7 +187,7 @@ def test_resolve_prefers_safetensors(tmp_path, monkeypatch, format):
     assert ("pytorch_model*.bin" in asked[-1]) == (format == "bin")
 
 
-def test_resolve_says_what_to_do_without_the_hub(monkeypatch):
+def test_resolve_explains_what_to_do_without_the_hub(monkeypatch):
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         raise ConnectionError("no route")
 

@@ -44,7 +44,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("model_type", LACKING)
-def test_what_is_lacking_is_said_by_its_settings(model_type):
+def test_what_is_lacking_is_reported_by_its_settings(model_type):
     said = refusal(published(model_type))
     assert said.startswith(f"config.json has model_type '{model_type}'") and LACKING[model_type] in said
     assert said.endswith(", zamba2")

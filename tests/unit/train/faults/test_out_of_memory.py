@@ -35,7 +35,7 @@ def test_it_names_the_moving_average_where_there_is_one():
     assert "average" not in explained() and "average" in explained("train.ema={}")
 
 
-def test_it_says_how_to_get_back_what_cuda_graphs_hold():
+def test_it_explains_how_to_get_back_what_cuda_graphs_hold():
     assert "cuda_graphs" not in explained()
     text = explained(graphs=3 * 2**30)
     assert "CUDA graphs hold 3.000 GiB" in text and "train.cuda_graphs=off" in text
@@ -47,12 +47,12 @@ def test_memory_of_graphs_is_that_of_other_pools_than_the_common_one(monkeypatch
     assert cuda_graphs.graph_memory() == 9
 
 
-def test_where_the_estimate_says_that_it_fits_less_is_asked_for_all_the_same():
+def test_where_the_estimate_states_that_it_fits_less_is_asked_for_all_the_same():
     text = explained("train.microbatch_size=4", "train.global_batch_size=64", gibibytes=400)
     assert "the estimate is too low here" in text and "train.microbatch_size=2" in text
 
 
-def test_where_no_setting_is_enough_it_says_how_many_gpus_are():
+def test_where_no_setting_is_enough_it_explains_how_many_gpus_are():
     text = explained("train.microbatch_size=1", "train.global_batch_size=64", gibibytes=16)
     assert "makes it fit on 1 GPU(s).\n2 GPUs would be enough, with train" in text
 

@@ -80,7 +80,7 @@ def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | N
     return graphed_loss(config, model, NextToken(LossConfig()), World(0, ranks, 0, ranks))
 
 
-def test_auto_says_what_speaks_against_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
+def test_auto_explains_what_rules_out_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "llmtrain.run")
     assert made(NVIDIA, cuda_graphs="off") is None and not caplog.messages
     assert made(NVIDIA, ranks=2) is None

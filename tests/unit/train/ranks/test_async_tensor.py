@@ -82,7 +82,7 @@ def test_auto_goes_on_without_and_on_does_not(said):
 
 
 @pytest.mark.parametrize("reason", [None, "no symmetric memory"])
-def test_the_group_is_tried_before_the_compiler_is_told(said, reachable, monkeypatch, reason: str | None):
+def test_the_group_is_tried_before_the_compiler_is_reported(said, reachable, monkeypatch, reason: str | None):
     monkeypatch.setattr(async_tensor, "_reason_of_group", lambda ranks: reason)
     overlaps = overlap_products(TensorRanks(1, 2), train(), PAIR, NVIDIA)
     assert overlaps == inductor._micro_pipeline_tp == (reason is None)
