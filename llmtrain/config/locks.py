@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SILENT_SECONDS = 5.0
+_SILENT_SECONDS = 2.0
 
 log = logging.getLogger("llmtrain")
 

@@ -31,8 +31,6 @@ REPORTS = "partitions"
 SPLITS = ("train", "validation")
 _ENTRIES = {MANIFEST, MARKER, *SPLITS, REPORTS, "tokenizer"}
 """Names in a finished folder."""
-_TOLD_AFTER = 2.0
-"""Seconds of waiting for another process after which it is said."""
 HASHED_BYTES = 256 << 20
 """Corpora up to this size are compared by content, larger ones by size and time of modification."""
 LATER_SETTINGS: dict[str, Any] = {

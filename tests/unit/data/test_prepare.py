@@ -14,8 +14,9 @@ import zstandard
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from llmtrain.config import locks
 from llmtrain.data.partitions import cutting as partitions
-from llmtrain.data.partitions import folder_maker, prepared_folder
+from llmtrain.data.partitions import folder_maker
 from llmtrain.data.partitions.prepared_folder import MANIFEST, lock_folder
 from llmtrain.data.prepare import Part, PrepareError, prepare, prepare_part
 from llmtrain.data.shards.packing import is_held_out
@@ -409,7 +410,7 @@ def test_a_tokenizer_without_a_beginning_is_reported(corpus, settings, tmp_path)
 
 
 def test_waiting_for_another_process_is_reported(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(prepared_folder, "_TOLD_AFTER", 0.05)
+    monkeypatch.setattr(locks, "_SILENT_SECONDS", 0.05)
     caplog.set_level("INFO")
     with lock_folder(tmp_path / "out"):
         waiting = threading.Thread(target=lambda: lock_folder(tmp_path / "out").__enter__())
