@@ -10,7 +10,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.report import type_name
 from llmtrain.convert.foundry.keys import meaning
 
-LEAST = dict.fromkeys(
+LEAST: dict[str, int] = dict.fromkeys(
     (
         "d_model",
         "n_heads",
