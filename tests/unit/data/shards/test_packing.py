@@ -5,7 +5,7 @@ import pytest
 
 from llmtrain.data.shards import best_fit as best_fit_module
 from llmtrain.data.shards.best_fit import BestFitPacker, best_fit
-from llmtrain.data.shards.packing import are_held_out, bytes_per_token, is_held_out, pack, token_dtype
+from llmtrain.data.shards.packing import are_held_out, bytes_per_token, document_ends, is_held_out, pack, token_dtype
 from llmtrain.data.tokenize.tokenizer import train_bpe
 
 
@@ -116,3 +116,15 @@ def test_a_document_that_the_partition_cuts_is_closed():
     packer = BestFitPacker(4, 9, "uint16", has_bytes=False)
     packer.add(np.arange(1, 6, dtype=np.uint16), np.zeros(0, np.int64), np.array([5]), np.array([False]))
     assert packer.finish()[0].tolist() == [[1, 2, 3, 4], [5, 9, 9, 9]]
+
+
+def test_a_lone_end_closes_a_document_though_documents_begin_with_it_too():
+    assert document_ends(np.array([0, 5, 0, 6, 0, 0, 7]), 0, True).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
