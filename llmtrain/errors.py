@@ -3,13 +3,15 @@
 0 done · 1 failed on the way · 2 the request was wrong · 130 interrupted (Ctrl-C); a run that trains has saved after a step
 141 nobody reads the output any more (`| head`) · 143 preempted (SIGTERM), saved after a step
 
-The text of an error below is all that a user needs, and is printed alone. Any other exception is a fault of the program, of
-a library or of the machine: status 1, with its traceback.
+The text of an error below is all that a user needs, and is printed alone; so is an OSError that names a file and what its disk,
+its permissions or its name do not allow. Any other exception is a fault of the program, of a library or of the machine: status 1,
+with its traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
+_OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP}
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _USER_OF_URL = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)[^/\s'"<>]+@""")
 
 
@@ -53,6 +57,17 @@ def without_credentials(text: str) -> str:
 
 def signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def about_a_file(error: BaseException) -> BaseException:
+    """UserError or RunError for an error of the system about a file's name, permissions or disk; any other error as it is."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):  # Path.resolve
+        return UserError(str(error))
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_NAMES | _OF_DISKS:
+        return error
+    name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    kind = UserError if error.errno in _OF_NAMES else RunError
+    return kind(f"{name if len(name) <= 250 else name[:250] + '…'}: {os.strerror(error.errno)}")
 
 
 def is_expected(error: BaseException) -> bool:
@@ -132,6 +147,7 @@ def exit_status(command: Callable[[], int | None], report: Callable[[BaseExcepti
         if unwritable is None and isinstance(error, BrokenPipeError) and not _has_reader():
             unwritable = error
         if unwritable is None or not isinstance(error, OSError):
+            error = about_a_file(error)
             report(error)
             return status_of(error)
         return _status_without_output(unwritable)

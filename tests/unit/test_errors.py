@@ -1,8 +1,10 @@
 """Exit statuses: mistakes of the user and failures on the way by their message alone, faults with their traceback."""
 
 import ast
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +133,27 @@ def test_every_program_ends_so():
     programs = {name: text for name, text in texts.items() if 'if __name__ == "__main__":' in text}
     assert len(programs) >= 3
     assert [name for name, text in programs.items() if not text.endswith(":\n    exit_with(main)\n")] == []
+
+
+def refuse(number: int, file: Path) -> None:
+    raise OSError(number, os.strerror(number), str(file))
+
+
+@pytest.mark.parametrize(
+    "command, status, said",
+    [
+        (lambda folder: (folder / ("n" * 300)).stat(), 2, "n…: File name too long"),
+        (lambda folder: (folder / "loop").resolve(strict=True), 2, "loop"),
+        (lambda folder: (folder / "loop").open(), 2, "loop: Too many levels of symbolic links"),
+        (lambda folder: refuse(errno.EACCES, folder / "a"), 1, "a: Permission denied"),
+        (lambda folder: refuse(errno.ENOSPC, folder / "a"), 1, "a: No space left on device"),
+    ],
+    ids=["long", "loop resolved", "loop opened", "no permission", "full"],
+)
+def test_a_file_whose_name_or_place_is_not_allowed_is_named_without_a_traceback(
+    tmp_path, capsys, command, status, said
+):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert exit_status(lambda: command(tmp_path) and None) == status
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Traceback" not in error

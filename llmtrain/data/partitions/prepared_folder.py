@@ -152,7 +152,7 @@ def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         found = read_json(file)
         if not isinstance(found, dict):
-            raise ValueError("is no JSON object")
+            raise PrepareError("is no JSON object")
         return found if isinstance(found.get("splits"), dict) else None
     except (FileNotFoundError, NotADirectoryError):
         return None

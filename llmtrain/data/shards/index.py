@@ -100,7 +100,7 @@ def _encoded_size(encoding: str) -> int | None:
     """Bytes of a column's value; None where the encoding leaves them to each sample."""
     kind, *rest = encoding.split(":")
     if kind == "ndarray" and rest and rest[0] not in _NUMBERS:
-        raise ValueError(rest[0])
+        raise _Invalid(rest[0])
     if kind == "ndarray" and len(rest) == 2:
         return _number_size(rest[0]) * math.prod(map(int, rest[1].split(",")))
     return 8 if kind == "int" else _number_size(kind) if kind in _NUMBERS else None
@@ -287,7 +287,7 @@ class _Shard(BaseModel):
         for name, encoding, size in zip(self.column_names, self.column_encodings, self.column_sizes, strict=True):
             try:
                 needed = _encoded_size(encoding)
-            except ValueError:
+            except (_Invalid, ValueError):
                 raise setting_error(f"column_encodings of the column '{name}': {encoding!r} is no encoding") from None
             if needed is not None and size != needed:
                 raise setting_error(

@@ -61,12 +61,13 @@ def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
         return "".join(parts)
     if not settings:
         return ", and no settings by which to say what it needs"
-    nearest, beyond = min(((name, _beyond(published, [name])) for name in read), key=lambda pair: len(pair[1]))
+    missing = {name: _beyond(published, [name]) for name in sorted(read, key=lambda name: (name != "llama", name))}
+    nearest, beyond = min(missing.items(), key=lambda pair: len(pair[1]))
     if beyond:
         return f"; the nearest family, {nearest}, has no {_listed(published, beyond)}"
     return (
         f"; its settings ({_listed(published, settings)}) are {nearest}'s too, but what its class computes with them is not "
-        f"known here; if it is the same, set model_type: {nearest} in a copy of its config.json"
+        "known here"
     )
 
 
