@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class TokenFileReader:
         found = read_tokens(part, kind, self._vocab_size, self._marks.eod_id, self._special)
         begins = np.append(0, found.ends[:-1]) if len(found.ends) else found.ends
         groups = np.unique(begins // _BATCH_TOKENS, return_index=True)[1].tolist() if len(begins) else []
-        for low, high in zip(groups, [*groups[1:], len(begins)], strict=True):
+        for low, high in pairwise([*groups, len(begins)]):
             yield self._batch(part, found, begins, low, high)
 
     def _batch(

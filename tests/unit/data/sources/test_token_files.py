@@ -213,6 +213,23 @@ def test_a_document_without_its_end_is_closed(tmp_path, tokenizer):
     assert prepared_documents(made.out, "train")[:5] == [f"the fox {number}" for number in range(5)]
 
 
+@pytest.mark.parametrize("header", [False, True], ids=["no byte", "a header alone"])
+def test_a_file_without_a_token_has_no_documents(tmp_path, tokenizer, header):
+    np.save(tmp_path / "empty.npy", np.zeros(0, np.uint16)) if header else (tmp_path / "empty.npy").touch()
+    with pytest.raises(PrepareError, match="the train part has 0 documents of 0 tokens"):
+        prepare(
+            PrepareConfig(
+                sources=[str(tmp_path / "empty.npy")],
+                out=str(tmp_path / "out"),
+                tokenizer=str(tmp_path / "tokenizer"),
+                seq_len=8,
+                validation_fraction=0.0,
+                workers=1,
+            ),
+            progress=False,
+        )
+
+
 def corrupt(path: Path, edit: Callable[[bytearray], bytes]) -> None:
     path.write_bytes(edit(bytearray(path.read_bytes())))
 
