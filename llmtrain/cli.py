@@ -22,6 +22,7 @@ from llmtrain.commands.eval import add_decontaminate, add_eval
 from llmtrain.commands.generate import add_generate
 from llmtrain.commands.launchers import add_launchers
 from llmtrain.commands.migrate import add_migrate
+from llmtrain.commands.plot import add_plot
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
 from llmtrain.commands.train import add_train
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         add_describe,
         add_eval,
         add_compare,
+        add_plot,
         add_decontaminate,
         add_generate,
         add_import,

@@ -18,6 +18,9 @@ TRAINING_LOSS = "loss/train/cross_entropy"
 VALIDATION_LOSS = "metrics/validation/cross_entropy"
 """Over all validation streams. Where there are several, that of STREAM is metrics/validation/STREAM/cross_entropy."""
 
+_BINS = 2000
+"""Points of a curve that are drawn at most: a picture is half as many pixels wide."""
+
 
 class Curve:
     """Values of a metric over rising steps. A step that a resumed run takes again replaces it, and all that came after."""
@@ -91,3 +94,11 @@ def smooth(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
         slope = np.sum(weight * (x - mean_x) * (y - mean_y)) / spread if spread > 0 else 0.0
         result[i] = mean_y - slope * mean_x
     return result
+
+
+def bins(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Step, mean, lowest and highest value of at most _BINS groups of neighbours."""
+    borders = np.unique(np.linspace(0, len(values), min(len(values), _BINS) + 1).astype(np.int64))[:-1]
+    sizes = np.diff([*borders, len(values)])
+    means = [np.add.reduceat(numbers.astype(np.float64), borders) / sizes for numbers in (steps, values)]
+    return means[0], means[1], np.minimum.reduceat(values, borders), np.maximum.reduceat(values, borders)

@@ -18,6 +18,7 @@ from llmtrain.train.report.curves import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Curve,
+    bins,
     is_loss,
     read_curves,
     smooth,
@@ -27,8 +28,6 @@ from llmtrain.train.report.step_logger import StepLogger
 
 Points = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
-_BINS = 2000
-"""Points of a curve that are drawn at most: the picture is half as many pixels wide."""
 
 
 def plot_loss(folder: Path) -> Path | None:
@@ -49,7 +48,7 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
     axes = figure.add_subplot()
     if TRAINING_LOSS in curves:
         steps, values = curves[TRAINING_LOSS]
-        x, middle, low, high = _bins(steps, values)
+        x, middle, low, high = bins(steps, values)
         if len(x) == len(steps):
             axes.plot(x, middle, color="#9ecae1", linewidth=1, label="training, each step")
         else:
@@ -76,14 +75,6 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
     figure.savefig(picture, dpi=120, format="png")
     replace_file(path, picture.getvalue())
     return path
-
-
-def _bins(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Step, mean, lowest and highest value of at most _BINS groups of neighbours."""
-    borders = np.unique(np.linspace(0, len(values), min(len(values), _BINS) + 1).astype(np.int64))[:-1]
-    sizes = np.diff([*borders, len(values)])
-    means = [np.add.reduceat(numbers.astype(np.float64), borders) / sizes for numbers in (steps, values)]
-    return means[0], means[1], np.minimum.reduceat(values, borders), np.maximum.reduceat(values, borders)
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,100 @@
+"""One metric of several runs, over tokens or steps: read, as a table, as a picture. No torch here."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.config.output_folder import replace_file
+from llmtrain.errors import UserError
+from llmtrain.train.report.curves import TRAINING_LOSS, VALIDATION_LOSS, Curve, bins, read_curves, smooth
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """name: by which the folders differ. curves: by metric, and `tokens` at each step that has a metric."""
+
+    name: str
+    curves: dict[str, Curve]
+
+    def points(self, metric: str, over: str) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens or steps, values)."""
+        steps, values = self.curves[metric].copy()
+        if over == "steps":
+            return steps, values
+        at, tokens = self.curves["tokens"].copy()
+        return np.interp(steps, at, tokens), values
+
+
+def read_runs(places: Sequence[Path], metric: str | None) -> list[LoggedRun]:
+    """Runs with a name each. metric: None for the losses. Raises UserError for a place without metrics, or without this one."""
+    files = [place / "metrics.jsonl" if place.is_dir() else place for place in places]
+    folders = [str(file.resolve().parent) for file in files]
+    shared = os.path.commonpath(folders) if len(set(folders)) > 1 else os.path.dirname(folders[0])
+    runs = []
+    for file, folder in zip(files, folders, strict=True):
+        if not file.exists():
+            raise UserError(f"{file} does not exist: name folders of runs (run_dir of their YAMLs)")
+        curves = read_curves(file, lambda _: True)
+        missing = metric not in curves if metric else not {TRAINING_LOSS, VALIDATION_LOSS} & curves.keys()
+        if missing or "tokens" not in curves:
+            wanted = metric or "a loss"
+            names = ", ".join(sorted(curves)) or "none"
+            raise UserError(f"{file} has no {wanted} over tokens; it has: {names}")
+        runs.append(LoggedRun(os.path.relpath(folder, shared), curves))
+    return runs
+
+
+def table(runs: Sequence[LoggedRun], metric: str | None) -> str:
+    """A line for each run: steps, tokens, and the metrics' last and least values."""
+    metrics = [name for name in _metrics(metric) if any(name in run.curves for run in runs)]
+    head = ["run", "step", "tokens", *(f"{which} {_short(name)}" for name in metrics for which in ("last", "least"))]
+    rows = [head]
+    for run in runs:
+        steps, tokens = run.curves["tokens"].copy()
+        row = [run.name, f"{steps[-1]:,}", f"{tokens[-1]:,.0f}"]
+        for name in metrics:
+            values = _smoothed(run, name)[1] if name in run.curves else None
+            row += ["-", "-"] if values is None else [f"{values[-1]:.4g}", f"{values.min():.4g}"]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Path) -> None:
+    """Write the picture, which appears whole. over: tokens or steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, run in enumerate(runs):
+        for name in (name for name in _metrics(metric) if name in run.curves):
+            x, y = _smoothed(run, name, over)
+            style = "o--" if name == VALIDATION_LOSS else "-"
+            label = f"{run.name}, {_short(name)}".replace("$", r"\$")
+            axes.plot(x, y, style, color=f"C{number % 10}", linewidth=1.5, markersize=4, label=label)
+    axes.set(xlabel=over, ylabel="nats per token" if metric is None else metric.replace("$", r"\$"))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    replace_file(out, picture.getvalue())
+
+
+def _metrics(metric: str | None) -> list[str]:
+    return [TRAINING_LOSS, VALIDATION_LOSS] if metric is None else [metric]
+
+
+def _short(metric: str) -> str:
+    return {TRAINING_LOSS: "training loss", VALIDATION_LOSS: "validation loss"}.get(metric, metric)
+
+
+def _smoothed(run: LoggedRun, metric: str, over: str = "steps") -> tuple[np.ndarray, np.ndarray]:
+    """Points of a curve, as many as a picture shows; the training loss smoothed."""
+    x, y, *_ = bins(*run.points(metric, over))
+    return (x, smooth(x, y)) if metric == TRAINING_LOSS else (x, y)
