@@ -307,7 +307,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
     *warnings, error = [
         line
         for line in text.splitlines()
-        if not line.startswith(("train.sharding", "learning rate: ", "step ", "checkpoint: "))
+        if not line.startswith(("start: ", "train.sharding", "learning rate: ", "step ", "checkpoint: "))
     ]
     assert error == "rank 1 was killed by SIGKILL (the system may have run out of memory); the other ranks were stopped"
     complete = [int(name[5:13]) for name in project.checkpoints() if not name.endswith(".partial")]

@@ -31,10 +31,8 @@ def test_a_program_answers_help_and_refuses_an_unknown_option(name, capsys):
         "kept OUT --gpus 0 --case a.yaml 2048 1 1",
         "automatic run.yaml --sweep none:1 --out out.json --steps 0",
         "convergence run.yaml --out OUT --seconds -1",
-        "document_balance --draws none",
         "parallel run.yaml --nproc 1.5",
         "prepare --workers 0",
-        "start --shards 0",
         "serving a.yaml --out OUT --batch 0",
     ],
 )
@@ -45,7 +43,7 @@ def test_a_number_out_of_range_is_refused(line, capsys):
     assert "expected a positive" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["overhead", "steps", "gradients", "decoding"])
+@pytest.mark.parametrize("name", ["overhead", "steps", "decoding"])
 def test_a_config_that_is_not_there_is_refused(name, tmp_path):
     with pytest.raises(UserError, match="no-such-file"):
         main([name, str(tmp_path / "no-such-file.yaml")])

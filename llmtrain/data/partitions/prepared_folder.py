@@ -153,7 +153,7 @@ def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         found = read_json(file)
         if not isinstance(found, dict):
             raise PrepareError("is no JSON object")
-        return found if isinstance(found.get("splits"), dict) else None
+        return found if {"splits", "inputs", "tokenizer"} & found.keys() else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:

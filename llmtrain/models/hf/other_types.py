@@ -61,7 +61,7 @@ def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
         return "".join(parts)
     if not settings:
         return ", and no settings by which to say what it needs"
-    missing = {name: _beyond(published, [name]) for name in sorted(read, key=lambda name: (name != "llama", name))}
+    missing = {name: _beyond(published, [name]) for name in sorted(read)}
     nearest, beyond = min(missing.items(), key=lambda pair: len(pair[1]))
     if beyond:
         return f"; the nearest family, {nearest}, has no {_listed(published, beyond)}"

@@ -28,7 +28,7 @@ LACKING = {
     "ministral": "are mistral's too, but what its class computes with them is not known here; there is",
     "ernie4_5": "are llama's too, but",
     "seed_oss": "are llama's too, but what its class computes with them is not known here; there is",
-    "cohere": "; the nearest family, llama, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
+    "cohere": "; the nearest family, bamba, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
     "xlstm": " more; there is",
 }
 
@@ -74,7 +74,7 @@ def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
         ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "vocab_size": 9, "bos_token_id": 1},
-            "; its settings (hidden_size = 8, vocab_size = 9) are llama's too, but what its class computes",
+            "; its settings (hidden_size = 8, vocab_size = 9) are bamba's too, but what its class computes",
         ),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False},
