@@ -350,7 +350,7 @@ def test_a_shard_that_cannot_be_fetched_ahead_ends_the_run_where_it_is_read(data
     ):
         read()
     first = int(loader.dataset.samples_per_shard[0])
-    assert found == list(range((first // 4 - 1) * 4)) and asked == [shard.name for shard in shards[:2]]
+    assert found == list(range((first // 4 - 1) * 4)) and sorted(asked) == [one.name for one in shards[:2]]
 
 
 def wait_for(true: Callable[[], bool]) -> bool:
