@@ -197,19 +197,22 @@ def test_the_bytes_of_held_out_tokens_are_those_of_their_text(tmp_path, tokenize
     assert tokenizer.decode([id for id in ids if id != tokenizer.eod_id]) in texts[(first.number or 0) - 1]
 
 
+def prepare_all(folder: Path, source: Path):
+    """Shards of one file, none of whose documents is held out."""
+    config = PrepareConfig(
+        sources=[str(source)],
+        out=str(folder / "out"),
+        tokenizer=str(folder / "tokenizer"),
+        seq_len=8,
+        validation_fraction=0.0,
+        workers=1,
+    )
+    return prepare(config, progress=False)
+
+
 def test_a_document_without_its_end_is_closed(tmp_path, tokenizer):
     documents = [tokenizer.encode(f"the fox {number}") for number in range(40)]
-    made = prepare(
-        PrepareConfig(
-            sources=[str(datatrove(tmp_path / "file", documents))],
-            out=str(tmp_path / "out"),
-            tokenizer=str(tmp_path / "tokenizer"),
-            seq_len=8,
-            validation_fraction=0.0,
-            workers=1,
-        ),
-        progress=False,
-    )
+    made = prepare_all(tmp_path, datatrove(tmp_path / "file", documents))
     assert prepared_documents(made.out, "train")[:5] == [f"the fox {number}" for number in range(5)]
 
 
@@ -217,17 +220,7 @@ def test_a_document_without_its_end_is_closed(tmp_path, tokenizer):
 def test_a_file_without_a_token_has_no_documents(tmp_path, tokenizer, header):
     np.save(tmp_path / "empty.npy", np.zeros(0, np.uint16)) if header else (tmp_path / "empty.npy").touch()
     with pytest.raises(PrepareError, match="the train part has 0 documents of 0 tokens"):
-        prepare(
-            PrepareConfig(
-                sources=[str(tmp_path / "empty.npy")],
-                out=str(tmp_path / "out"),
-                tokenizer=str(tmp_path / "tokenizer"),
-                seq_len=8,
-                validation_fraction=0.0,
-                workers=1,
-            ),
-            progress=False,
-        )
+        prepare_all(tmp_path, tmp_path / "empty.npy")
 
 
 def corrupt(path: Path, edit: Callable[[bytearray], bytes]) -> None:
