@@ -41,6 +41,11 @@ def add_export(commands) -> None:
         "multiple of 128",
     )
     sub.add_argument("--ema", action="store_true", help=EMA_HELP)
+    sub.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run of adapters: weights that compute the same; otherwise a folder of its adapters alone, for peft",
+    )
     sub.set_defaults(func=run_export)
 
 
@@ -78,14 +83,20 @@ def run_export(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         trim_vocab=args.trim_vocab,
         ema=args.ema,
+        merge=args.merge,
         progress=sys.stderr.isatty(),
     )
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in made.dtypes))
     files = "1 file" if made.files == 1 else f"{made.files} files"
     trimmed = f" without {made.trimmed:,} rows of padding" if made.trimmed else ""
+    written = f"{made.checkpoint} -> {made.out}: {made.architecture}{trimmed}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
+    if made.architecture.startswith("adapters"):
+        print(
+            f"{written}Next: in Python peft.PeftModel.from_pretrained(base, {str(made.out)!r}), or export with --merge"
+        )
+        return 0
     print(
-        f"{made.checkpoint} -> {made.out}: {made.architecture}{trimmed}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
-        f"Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
+        f"{written}Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(made.out)!r})"
     )
     return 0

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
-import torch
 from torch import nn
 
-from llmtrain.adapt.base import adapted
+from llmtrain.adapt.base import adapted, meta_model
 from llmtrain.data.shards.checks import steps_per_epoch
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters, training_flops_per_token
 from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
-from llmtrain.kernels.platform import cpu, detect, named
+from llmtrain.kernels.platform import detect, named
 from llmtrain.models.backends import chosen
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Work
@@ -43,7 +42,6 @@ from llmtrain.plan.memory import (
     host_state_bytes,
     shard_ranks,
 )
-from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -250,13 +248,6 @@ def describe(
         tokens=tokens,
         speed=speed,
     )
-
-
-def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridLM:
-    """The model without memory for its weights. adapt: of the run's config."""
-    with torch.device("meta"):
-        # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
-        return adapted(HybridLM(config.with_backends("reference", lambda block: "reference"), cpu()), adapt)
 
 
 def _export(model: ModelConfig) -> tuple[str | None, list[str]]:

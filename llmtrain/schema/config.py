@@ -73,7 +73,7 @@ class Config(Section):
         yield from self._folder_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
-        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.model.dropout)):
+        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.dropout)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
         yield from self._checkpointing_problems()
@@ -181,6 +181,11 @@ class Config(Section):
         """Tokens of so many sequences on one rank, with those that fill up sequences which ranks share (models/segments.py)."""
         context = self.train.parallel.context
         return size * (self.data.seq_len + -self.data.seq_len % (2 * context)) // context
+
+    @property
+    def dropout(self) -> float:
+        """The largest that the model or a change to it has."""
+        return max(self.model.dropout, 0.0 if self.adapt is None else self.adapt.dropout)
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from llmtrain.adapt.base import adaptations
 from llmtrain.checkpoint.beneath import Beneath, base_of
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
@@ -154,6 +155,8 @@ def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath 
             added=training.added,
         )
         run_log.info(loaded.summary())
+        for converter in adaptations(config.adapt):
+            converter.begin(model)
         beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)

@@ -65,7 +65,9 @@ def parallelize(
         model.hybrid.enable_segments()
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = set[str]().union(*(converter.saved_ops() for converter in changes))
-    checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
+    checkpoint_activations(
+        model.hybrid, config.activation_checkpointing, kept, draws=adapt is not None and adapt.dropout > 0
+    )
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
         functorch.activation_memory_budget = 1.0 if fraction is None else fraction
@@ -90,8 +92,11 @@ def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
             part.tokens_at_once = tokens
 
 
-def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
-    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name."""
+def checkpoint_activations(
+    model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = (), draws: bool = False
+) -> None:
+    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name. draws:
+    layers draw random numbers, also without the model's dropout."""
     if config.type in ("none", "budget"):
         return
     # By name: a backend's own operator exists only once the backend was imported.
@@ -99,7 +104,7 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
     for i, block in enumerate(model.blocks):
         if not config.recomputes(i):
             continue
-        options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
+        options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0 or draws}
         if config.type in ("kernels", "selective"):
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
@@ -219,11 +224,20 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
         _shard_fp32(model, mesh)
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
+    common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": unsharded(model, mesh)}
     for block in model.hybrid.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, reshard_after_forward=reshard, **common)
     if model.hybrid.head is not None:
-        fully_shard(model.hybrid.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model.hybrid.head, reshard_after_forward=False, **common)
+    fully_shard(model, reshard_after_forward=False, **common)
+
+
+def unsharded(model: CausalLM, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Parameters that FSDP2 leaves alone: frozen ones, which are in the format of the computation (adapt/base.py), where no other
+    rank has a part of them. It would keep a copy of them."""
+    if mesh.size(-1) > 1:
+        return set()
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
 
 def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
@@ -234,6 +248,7 @@ def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
     parameters = {parameter for parameter, info in parameter_info(model.hybrid).items() if info.fp32}
+    parameters -= unsharded(model, mesh)
     modules = [
         module for module in model.hybrid.modules() if not parameters.isdisjoint(module.parameters(recurse=False))
     ]

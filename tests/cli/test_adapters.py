@@ -1,11 +1,10 @@
-"""Runs that train adapters beside frozen weights (tests/support/lora.py): the optimizer, checkpoints, and what reads them."""
+"""Runs that train adapters beside frozen weights (adapt.lora): the optimizer, checkpoints, and what reads them."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
 from llmtrain.generate.load import load_model
 from llmtrain.schema.config import Config
-from tests.support import lora, runs
+from tests.support import runs
 from tests.support.checkpoints import edit_manifest
 from tests.support.project import Project
 from tests.support.tiny import tiny_settings
 
+TARGETS = ["*.wqkv", "*.in_proj", "blocks.1.mixer.out_proj"]
 CHANGES = {
-    "adapt": {"lora": {"rank": 4, "targets": ["*.wqkv", "*.in_proj", "blocks.1.mixer.out_proj"]}},
+    "adapt": {"lora": {"rank": 4, "alpha": 8.0, "targets": TARGETS}},
     "train.duration": "4 steps",
     "checkpoint.interval": "2 steps",
     "schedule.warmup": "0 steps",
@@ -31,16 +31,8 @@ CHANGES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def lora_section() -> Iterator[None]:
-    lora.install()
-    yield
-    lora.uninstall()
-
-
 def train(settings: dict[str, Any], stop_before: int | None = None) -> runs.Run:
     """A job."""
-    lora.install()
     return runs.train(Config.model_validate_json(json.dumps(settings)), stop_before)
 
 
@@ -82,15 +74,18 @@ def test_adapters_train_beside_a_base_in_float8_with_recomputation_and_state_on_
     assert found.losses[4] < found.losses[1]
     manifest = manifests.read(checkpoint(tmp_path / "run", 4))
     moments = {n for n in indexes.read(checkpoint(tmp_path / "run", 4), manifest).tensors if n.endswith("_codes")}
-    assert manifest.base is not None and len(moments) == 2 * 2 * 5  # both, of down and up, of five layers
+    assert (
+        manifest.base is not None and len(moments) == 2 * 16
+    )  # both, of A and B of five layers, of which two have q, k and v
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory, finished) -> Path:
     """The folder of a run that has trained adapters for four steps on one process."""
     folder = tmp_path_factory.mktemp("adapted")
-    lora.install()
-    settings = settings_of(finished, folder / "run", **{"train.ema": {"decay": 0.5}})
+    targets = ["*.in_proj", "blocks.1.mixer.out_proj", "*.shared_input.linear"]  # whose weights one layer alone uses
+    changes = {"train.ema": {"decay": 0.5}, "adapt": {"lora": {"rank": 4, "alpha": 8.0, "targets": targets}}}
+    settings = settings_of(finished, folder / "run", **changes)
     (folder / "run.yaml").write_text(json.dumps(settings))
     assert main(["train", str(folder / "run.yaml")]) == 0
     return folder / "run"
@@ -108,7 +103,7 @@ def test_a_checkpoint_has_the_adapters_alone_and_names_its_base(adapted, finishe
     assert manifest.base is not None and manifest.base["save_id"] == base.save_id
     assert manifest.format == 3 and base.format == 2
     names = indexes.read(folder, manifest).tensors
-    assert all(f".{lora.DOWN}." in name or f".{lora.UP}." in name for name in names)
+    assert all(".lora." in name for name in names)
     assert {name.partition(".")[0] for name in names} == {"model", "optimizer", "ema"}
     assert manifest.nbytes < base.nbytes / 4
     found, expected = runs.read_tensors(folder), runs.read_tensors(finished[0].run_dir / "checkpoints/step-00000006")
@@ -121,7 +116,7 @@ def test_adapters_are_read_scored_and_exported_with_their_base(adapted, finished
     assert (found - logits(str(finished[0].run_dir))).abs().max() > 1e-3
     assert (found - logits(run, ema=True)).abs().max() > 1e-5
     for name, options in (("merged", []), ("averaged", ["--ema"])):
-        assert main(["export", run, str(tmp_path / name), *options]) == 0
+        assert main(["export", run, str(tmp_path / name), "--merge", *options]) == 0
         torch.testing.assert_close(logits(str(tmp_path / name)), logits(run, ema=bool(options)), atol=2e-5, rtol=1e-5)
     assert main(["checkpoint", "convert", run, str(tmp_path / "whole"), "--to", "llmtrain"]) == 0
     assert manifests.read(tmp_path / "whole").base is None
@@ -136,7 +131,11 @@ def test_adapters_are_read_scored_and_exported_with_their_base(adapted, finished
 def test_another_rank_count_and_saving_again_keep_the_base(ranks, adapted, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(adapted, run)
-    changes = {"train.ema": {"decay": 0.5}, "train.duration": "6 steps"}
+    changes = {
+        "train.ema": {"decay": 0.5},
+        "train.duration": "6 steps",
+        "adapt": manifests.read(checkpoint(run, 4)).config["adapt"],
+    }
     found, *_ = ranks(2).run(train, settings_of(finished, run, **changes))
     assert list(found.losses) == [1, 2, 3, 4, 5, 6]
     first, last = (manifests.read(checkpoint(run, step)) for step in (4, 6))
@@ -207,8 +206,8 @@ def test_describe_shows_what_is_trained(adapted, finished, capsys):
     assert re.search(rf"trained +{added:,} ", text) and "4 rather than 6 for a frozen parameter" in " ".join(
         text.split()
     )
-    # Seven layers of one map each, but for q, k and v and the five parts of Mamba-2's input.
-    matrices, maps = 2 * (3 + 1 + 1), (3 + 1 + 1) + 3 * 5 + 3 + 1
+    # Mamba-2's input with five parts in one adapter, three times; an output, and two layers behind shared blocks.
+    matrices, maps = 2 * (3 + 1 + 2), 3 * (1 + 5) + 2 * (1 + 2)
     assert f"Muon, AdamW: {matrices} matrices ({maps} linear maps), {added:,} parameters; 0 by AdamW" in " ".join(
         text.split()
     )
@@ -218,7 +217,10 @@ def test_describe_shows_what_is_trained(adapted, finished, capsys):
     ("changes", "message"),
     [
         ({"adapt": None}, "adapt"),
-        ({"adapt": {"lora": {"targets": ["*.wq"]}}, "init_from": None}, "*.wq matches no linear layer"),
+        (
+            {"adapt": {"lora": {"targets": ["*.wq"]}}, "init_from": None},
+            "*.wq matches no layer; there are *.mixer.in_proj,",
+        ),
         ({"optimizer.groups": [{"match": "embed.*", "lr": 1e-4}]}, "matches no trained parameter"),
     ],
 )
