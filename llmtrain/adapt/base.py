@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from llmtrain.adapt.nf4 import quantise
 from llmtrain.kernels.platform import Platform, cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -34,6 +36,9 @@ class Converter(ABC):
     def begin(self, model: HybridLM) -> None:  # noqa: B027 (most have nothing to set)
         """Set what was added by weights that were loaded beneath it, in a run that begins. Every rank calls it."""
 
+    def finish(self, model: HybridLM, device: torch.device) -> None:  # noqa: B027
+        """Change weights that were loaded, after every load, before the first forward pass. device: of the model."""
+
     def module_of(self, name: str) -> str | None:
         """The module of the model without the change to whose weights a parameter that it added belongs; None: the one above it."""
         return None
@@ -55,7 +60,7 @@ def adaptations(adapt: AdaptConfig | None) -> list[Converter]:
     """The changes that belong to a model wherever it runs, in order."""
     if adapt is None:
         return []
-    return [*(section.load_implementation()(section) for section in adapt.sections()), FrozenWeights()]
+    return [*(section.load_implementation()(section) for section in adapt.sections()), FrozenWeights(adapt.base)]
 
 
 def converters_of(config: ModelConfig, adapt: AdaptConfig | None) -> list[Converter]:
@@ -74,7 +79,15 @@ def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridL
 
 
 class FrozenWeights(Converter):
-    """Frozen weights in the format in which layers compute: they need no more digits than the products read."""
+    """Frozen weights in the format in which layers compute, which need no more digits than the products read; or those of linear
+    layers in 4 bits (adapt/nf4.py)."""
+
+    def __init__(self, base: Literal["bf16", "nf4"]):
+        self.base = base
+
+    def finish(self, model: HybridLM, device: torch.device) -> None:
+        if self.base == "nf4":
+            quantise(model, device)
 
     def convert(self, model: HybridLM, platform: Platform) -> None:
         for parameter, info in parameter_info(model).items():

@@ -42,7 +42,7 @@ class Site:
     """The layer's weights are those of another one too, which is not adapted."""
 
     def targets(self) -> dict[str, list[tuple[str, int, int]]]:
-        """By name of a target: its adapters, each (name, first row, rows)."""
+        """Adapters, each (name, first row, rows), by name of a target."""
         if isinstance(self.layer, Embedding):
             return {self.name: [(WHOLE, 0, self.layer.weight.shape[1])]}
         whole = [(WHOLE, 0, self.layer.out_features)]
@@ -100,8 +100,7 @@ class Lora(Converter):
                 if isinstance(site.layer, Embedding):
                     self._add(site, EmbeddingAdapter(site.layer, units[0]))
                 else:
-                    dora = self.config.dora and site.name != "head"
-                    self._add(site, Adapter(site.layer, units, dora, self.config.dropout))
+                    self._add(site, Adapter(site.layer, units, self.config.dora, self.config.dropout))
 
     def _add(self, site: Site, adapter: nn.Module) -> None:
         if site.use is None:
@@ -143,6 +142,8 @@ class Lora(Converter):
                         )
             if WHOLE in units and len(units) > 1:
                 problems.append(f"adapt.lora.targets: {site.name} and parts of it; name either")
+            if units and config.dora and site.name in ("embed", "head"):
+                problems.append(f"adapt.lora.dora: not of {site.name}; use false, or leave it out of targets")
             if units:
                 yield site, sorted(units.values(), key=lambda unit: unit.first)
         if problems:

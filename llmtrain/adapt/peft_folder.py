@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from llmtrain.adapt.lora import Lora, Site
 from llmtrain.adapt.peft_names import PublishedLayer, joined, published_layers
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Family
+from llmtrain.models.hf.family import Family, UnsupportedModelError, families
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.adapt import AdaptConfig, LoraConfig, LoraGroup
 
@@ -32,6 +32,7 @@ _PREFIX = "base_model.model."
 _KINDS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_embedding_A": "a", "lora_embedding_B": "b"} | dict.fromkeys(
     ("lora_magnitude_vector", "lora_magnitude_vector.weight"), "magnitude"
 )
+_BASE_LAYER = ".base_layer.weight"
 _TARGETS_HINT = "train or save it without, then import"
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -55,11 +56,16 @@ change the base's weights (pissa, olora, corda, loftq)."""
 
 @dataclass(frozen=True)
 class Adapters:
-    """adapt: the section for a model of ours. tensors: its added parameters by name. base: of llmtrain's own record."""
+    """Adapters that were read.
+
+    adapt: the section for a model of ours. tensors: its added parameters by name. base: of llmtrain's own record. beneath: weights
+    of the base, by our names, that peft saves beside adapters of embedding and head.
+    """
 
     adapt: AdaptConfig
     tensors: dict[str, Tensor]
     base: Mapping[str, Any] | None
+    beneath: dict[str, Tensor]
 
 
 def write_peft(
@@ -163,23 +169,26 @@ def is_peft(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def read_peft(folder: Path, config: ModelConfig, family: Family) -> Adapters:
-    """Raises UserError, one line with file and remedy, for settings of peft that ours does not have, and for adapters of another
+def read_peft(folder: Path, config: ModelConfig) -> Adapters:
+    """The adapters of a class that expresses the model of this config.
+
+    Raises UserError, one line with file and remedy, for settings of peft that ours does not have, and for adapters of another
     model."""
     settings = _read_settings(folder / CONFIG)
     tensors = _read_tensors(folder / WEIGHTS)
+    beneath = {key: tensors.pop(key) for key in list(tensors) if key.endswith(_BASE_LAYER)}
     modules = _by_module(folder, tensors)
-    layers = {name: layer for layer in published_layers(config, family) for name in (layer.module, *layer.others)}
-    if unknown := [name for name in modules if name not in layers]:
-        raise UserError(
-            f"{folder / WEIGHTS}: {family.architecture} of this base has no {_few(unknown)}; these adapters are of another model"
-        )
     if not modules:
         raise UserError(f"{folder / WEIGHTS}: there is no adapter in it (no tensor {_PREFIX}*.lora_A.weight)")
+    layers = _layers_with(modules, config, folder / WEIGHTS)
     ranks, alphas, made = dict[str, int](), dict[str, float](), dict[str, dict[str, Any]]()
     dora = bool(settings.get("use_dora"))
     for name, found in modules.items():
         layer = layers[name]
+        if dora and (layer.is_embedding or layer.site.name == "head"):
+            raise UserError(
+                f"{folder / CONFIG}: use_dora of {name}: only layers of mixers and MLPs have it here; {_TARGETS_HINT}"
+            )
         a, b = _checked(folder / WEIGHTS, name, layer, found, dora)
         rank = a.shape[0]
         alpha = _pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
@@ -205,7 +214,33 @@ def read_peft(folder: Path, config: ModelConfig, family: Family) -> Adapters:
         if of["downs"]:
             ours[f"{place}.down.weight"] = torch.cat([of["downs"][first] for first in sorted(of["downs"])])
     base = folder / BASE
-    return Adapters(AdaptConfig(lora=section), ours, json.loads(base.read_text()) if base.is_file() else None)
+    compared = {
+        f"{layers[module].site.name}.weight": tensor
+        for key, tensor in beneath.items()
+        if (module := key.removeprefix(_PREFIX).removesuffix(_BASE_LAYER)) in modules
+    }
+    record = json.loads(base.read_text()) if base.is_file() else None
+    return Adapters(AdaptConfig(lora=section), ours, record, compared)
+
+
+def _layers_with(modules: Iterable[str], config: ModelConfig, file: Path) -> dict[str, PublishedLayer]:
+    """Layers by name, of the first class that expresses the model and has all these modules."""
+    unknown = dict[str, list[str]]()
+    for family in families():
+        try:
+            family.write_config(config)
+        except UnsupportedModelError:
+            continue
+        layers = {name: one for one in published_layers(config, family) for name in (one.module, *one.others)}
+        if not (lacking := [name for name in modules if name not in layers]):
+            return layers
+        unknown[family.architecture] = lacking
+    if not unknown:
+        raise UserError(f"{file}: no published class expresses this base, so it has no adapters of peft")
+    architecture, lacking = min(unknown.items(), key=lambda item: len(item[1]))
+    raise UserError(
+        f"{file}: {architecture}, which this base is, has no {_few(lacking)}; these adapters are of another model"
+    )
 
 
 def attach(model: HybridLM, adapters: Adapters) -> HybridLM:
@@ -213,6 +248,12 @@ def attach(model: HybridLM, adapters: Adapters) -> HybridLM:
     for converter in adaptations(adapters.adapt):
         converter.convert(model, model.platform)
     parameters = dict(model.named_parameters())
+    for name, tensor in adapters.beneath.items():
+        own = parameters[name]
+        if tensor.shape != own.shape or not torch.equal(tensor.to(own), own):
+            raise UserError(
+                f"{name} of the base is another one than the adapters' folder has; they are of another base"
+            )
     for name, tensor in adapters.tensors.items():
         parameters[name].data = tensor.to(model.embed.weight)
     return model

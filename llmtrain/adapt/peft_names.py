@@ -39,7 +39,7 @@ class PublishedLayer:
         return isinstance(self.site.layer, Embedding)
 
     def covered(self, units: Sequence[Unit]) -> list[Unit]:
-        """Those of the layer's adapters that change some of these rows."""
+        """Adapters of the layer that change some of these rows."""
         return [u for u in units if u.first < self.first + self.rows and self.first < u.first + u.rows]
 
     def published(self, rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.adapt.base import adapted
+from llmtrain.adapt.base import adaptations, adapted
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
@@ -66,6 +66,8 @@ def load_model(
                 model = adapted(model, adapt)
             model.to_empty(device=device)
             save_load.load(folder, model, ema=ema)
+            for converter in adaptations(adapt):
+                converter.finish(model.cast(dtype), device)
             return model, tokenizer or checkpoint_tokenizer(folder, manifest)
 
         (model, tokenizer), own = Repository(source).read(read), None

@@ -53,7 +53,7 @@ class LoraConfig(AdaptationSection):
     """Norms of the rows of W + scale * B A are trained apart from their directions (Liu et al., arXiv:2402.09353). Of linear
     layers, not of embedding and head."""
     dropout: Probability = 0.0
-    """Of the inputs of adapters, in training."""
+    """Share of the inputs of adapters that is dropped in training."""
     targets: list[str] | None = Field(default=None, min_length=1)
     """Names of layers, as patterns: `*.wo`, `blocks.3.mixer.in_proj`, `embed`, `head`; also of a part of a fused projection:
     `*.wqkv.v` (q, k, v), `*.w_in.up` (gate, up), `*.in_proj.dt` (z, x, B, C, dt; q, k, v, z, b, a). A shared block has adapters
@@ -61,7 +61,7 @@ class LoraConfig(AdaptationSection):
     groups: list[LoraGroup] = []
 
     def rank_of(self, name: str) -> int:
-        """Of the adapter of a target."""
+        """Rank of the adapter of a target."""
         return next((g.rank for g in reversed(self.groups) if g.rank and fnmatchcase(name, g.match)), self.rank)
 
     def scale_of(self, name: str) -> float:
@@ -86,6 +86,6 @@ class AdaptConfig(Section):
         return 0.0 if self.lora is None else self.lora.dropout
 
     def sections(self) -> list[AdaptationSection]:
-        """Those that are there, in order."""
+        """Sections that are there, in order."""
         found = (getattr(self, name) for name in type(self).model_fields)
         return [section for section in found if isinstance(section, AdaptationSection)]

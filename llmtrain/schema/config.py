@@ -70,6 +70,7 @@ class Config(Section):
             )
         if self.adapt is not None and not self.adapt.sections():
             yield Problem("adapt", {}, "names no change to the model; leave it out")
+        yield from self._nf4_problems()
         yield from self._folder_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
@@ -125,6 +126,22 @@ class Config(Section):
                 yield Problem(
                     key, tokens, f"block {name}: an mlp of type {block.mlp.type} reads whole sequences; use null"
                 )
+
+    def _nf4_problems(self) -> Iterator[Problem]:
+        if self.adapt is None or self.adapt.base != "nf4":
+            return
+        if self.train.float8 is not None:
+            yield Problem(
+                "adapt.base", "nf4", "widens weights to bf16 for each product; use bf16, or train.float8: null"
+            )
+        if self.train.microbatch_size == "auto":
+            yield Problem(
+                "train.microbatch_size",
+                "auto",
+                "tries sizes before there are weights; with adapt.base: nf4 use a number",
+            )
+        if self.init_from is None:
+            yield Problem("adapt.base", "nf4", "is of trained weights; name their checkpoint in init_from")
 
     def _float8_problems(self) -> Iterator[Problem]:
         """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""

@@ -141,7 +141,7 @@ class SharedInput(nn.Module):
         return dict(cast("nn.ModuleDict", self.lora[part]).items()) if part in self.lora else {}
 
     def _changes(self, part: str, adapted: str, native: nn.Module | None) -> dict[str, Change]:
-        """To the linear layers of `mixer` or `mlp`. native: adds to the output of the one named `adapted`."""
+        """Changes to the linear layers of `mixer` or `mlp`. native: adds to the output of the one named `adapted`."""
         changes: dict[str, Change] = dict(self._adapters(part))
         if native is not None:
             first = changes.get(adapted)
