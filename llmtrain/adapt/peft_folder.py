@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmtrain.adapt.adapters import Unit
-from llmtrain.adapt.base import adaptations
+from llmtrain.adapt.base import adaptations, meta_model
 from llmtrain.adapt.lora import Lora, Site
 from llmtrain.adapt.peft_names import PublishedLayer, joined, published_layers
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Family, UnsupportedModelError, families
+from llmtrain.models.hf.family import Family, families
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.adapt import AdaptConfig, LoraConfig, LoraGroup
 
@@ -224,19 +224,22 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
 
 
 def _layers_with(modules: Iterable[str], config: ModelConfig, file: Path) -> dict[str, PublishedLayer]:
-    """Layers by name, of the first class that expresses the model and has all these modules."""
+    """Layers by name, of the first class with the model's parameters that has all these modules."""
     unknown = dict[str, list[str]]()
+    names = {name for name, _ in meta_model(config).named_parameters()}
     for family in families():
         try:
-            family.write_config(config)
-        except UnsupportedModelError:
+            fits = {weight.ours for weight in family.weights(config)} == names
+        except (UserError, AssertionError, AttributeError):  # of layers that this family does not have
+            continue
+        if not fits:
             continue
         layers = {name: one for one in published_layers(config, family) for name in (one.module, *one.others)}
         if not (lacking := [name for name in modules if name not in layers]):
             return layers
         unknown[family.architecture] = lacking
     if not unknown:
-        raise UserError(f"{file}: no published class expresses this base, so it has no adapters of peft")
+        raise UserError(f"{file}: no published class has the parameters of this base, so it has no adapters of peft")
     architecture, lacking = min(unknown.items(), key=lambda item: len(item[1]))
     raise UserError(
         f"{file}: {architecture}, which this base is, has no {_few(lacking)}; these adapters are of another model"

@@ -182,7 +182,7 @@ def test_a_base_that_is_not_the_one_is_refused(adapted, finished, tmp_path, caps
     capsys.readouterr()
     assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "1"]) == 2
     assert reason in capsys.readouterr().err
-    assert main(["export", str(run), str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert main(["export", str(run), str(tmp_path / "out"), "--merge"]) == 2 and not (tmp_path / "out").exists()
     assert main(["checkpoint", "verify", str(run)]) == 1
     assert "WRONG" in capsys.readouterr().out
 
