@@ -1,7 +1,5 @@
 """config.json of well-known models, as they lie on the Hugging Face hub (from memory; less what names files)."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
