@@ -75,7 +75,9 @@ class Model:
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
     model: Any = Model(platform)
     config: Any = SimpleNamespace(
-        train=train(**settings), model=SimpleNamespace(dropout=0.0), grad_accum=lambda ranks: 2
+        train=train(**settings),
+        model=SimpleNamespace(draws_in_training=False, counts_over_ranks=False),
+        grad_accum=lambda ranks: 2,
     )
     return graphed_loss(config, model, NextToken(LossConfig()), World(0, ranks, 0, ranks))
 
