@@ -23,8 +23,8 @@ from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, build_objective
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes
+from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.throughput import TokenCost, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
