@@ -1,7 +1,5 @@
 """Seconds that a step of several ranks gains by CUDA graphs, by rough figures; for `train.cuda_graphs: auto`. No torch here."""
 
-from __future__ import annotations
-
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig
@@ -43,7 +41,9 @@ def reason_against(config: Config, platform: Platform, parameters: int, ranks: i
     setting = config.train.cuda_graphs
     if setting == "off":
         return "train.cuda_graphs is off"
-    reason = refusal(config.train, ranks, platform, config.model.draws_in_training)
+    reason = (
+        refusal(config.train, ranks, platform, config.model.draws_in_training) or config.objective.cuda_graphs_refusal
+    )
     if reason is None and ranks > 1 and config.model.counts_over_ranks:
         return "loads of experts are summed over the ranks within a microbatch (balance.tokens: step)"
     if reason is None and ranks > 1 and setting == "auto" and gained_by_run(config, parameters, ranks, one_node) <= 0:

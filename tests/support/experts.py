@@ -1,7 +1,5 @@
 """A small model whose layers have experts, in this process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
