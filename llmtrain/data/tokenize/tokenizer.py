@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmtrain.config.regular_file import read_text
+from llmtrain.config.regular_file import read_bytes, read_text
 from llmtrain.data.prepare_problems import may_be_hub_name
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
@@ -220,7 +220,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
 
 
 def _load_folder(folder: Path) -> TextTokenizer:
-    if (folder / "tokenizer.json").is_file():
+    if os.path.lexists(folder / "tokenizer.json"):
         return _load_file(folder / "tokenizer.json")
     if not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         raise TokenizerError(f"{folder} holds no tokenizer (no tokenizer.json)")
@@ -229,7 +229,7 @@ def _load_folder(folder: Path) -> TextTokenizer:
 
 def _load_file(file: Path) -> TextTokenizer:
     try:
-        backend = Tokenizer.from_file(str(file))
+        backend = Tokenizer.from_buffer(read_bytes(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     config = _read_config(file.parent)
