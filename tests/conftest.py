@@ -1,7 +1,5 @@
 """What the tests of training share: tiny shards, and processes that act as ranks."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -4,8 +4,6 @@ They find damage, as of a disk or a proxy; they are no defence against someone w
 written before there were checksums is still read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

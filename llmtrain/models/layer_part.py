@@ -1,7 +1,5 @@
 """The contract of what a layer consists of, mixers and feed-forward layers: all that the rest of the program asks of either."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from typing import ClassVar, NamedTuple

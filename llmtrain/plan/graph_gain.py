@@ -1,7 +1,5 @@
 """Seconds that a step of several ranks gains by CUDA graphs, by rough figures; for `train.cuda_graphs: auto`. No torch here."""
 
-from __future__ import annotations
-
 from llmtrain.kernels.platform import Platform
 from llmtrain.schema.config import Config
 from llmtrain.schema.training import TrainConfig

@@ -1,7 +1,5 @@
 """`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sums in fp32 of tensors in 16 bits are PyTorch's, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

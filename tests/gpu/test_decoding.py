@@ -1,7 +1,5 @@
 """Generation on a GPU: Triton's step kernels inside a recorded graph say what the full forward pass says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

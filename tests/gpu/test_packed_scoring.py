@@ -1,7 +1,5 @@
 """Log-likelihoods of packed prefix trees on a GPU against one forward pass per request."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

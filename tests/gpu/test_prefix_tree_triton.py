@@ -1,7 +1,5 @@
 """The convolution and the scan of packed requests that share prefixes, on a GPU, against fp64 and one text at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

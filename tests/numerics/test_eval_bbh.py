@@ -1,7 +1,5 @@
 """BIG-Bench Hard against the files of lm-evaluation-harness: every filter on many answers, and whole tasks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,8 +1,6 @@
 """The casts to float8 compile for the GPUs of NVIDIA that have it, and move 16 bytes a thread. Their results:
 interpreted_float8_cast.py, and tests/gpu/test_float8_cast.py."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

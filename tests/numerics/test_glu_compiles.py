@@ -1,8 +1,6 @@
 """The gradient of gated units compiles for every architecture with a table, and moves 16 bytes a thread. Its results:
 interpreted_glu.py, and tests/gpu/test_glu.py."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints made without training."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial as bind

@@ -1,7 +1,5 @@
 """Folder for evaluations: a small checkpoint, and tasks of every type with their data."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

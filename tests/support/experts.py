@@ -1,7 +1,5 @@
 """The experts of docs/extending/feed-forward.md, as printed there, in models of this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from typing import Annotated, Any

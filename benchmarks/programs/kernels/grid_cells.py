@@ -4,8 +4,6 @@ First every block of the shipped YAMLs and of published models, then each head_d
 other lengths. About 16,384 tokens a cell.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace

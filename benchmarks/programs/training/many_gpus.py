@@ -9,8 +9,6 @@ what they need; those of fewer GPUs run beside each other. A program that has no
 alone: speeds, MFU and peaks, beside torchtitan's speed and what `llmtrain describe` estimates of the memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ tokens that the ranks share, forward and backward, with its all-gather and with 
 the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU, for a try.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Public kernels that time their variants on the first call: compilation shared among processes, and shorter timing."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Contenders of a cell: backends of the registry, and public kernels that are no backend or are called otherwise here."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The cases of a sweep, each with the config of its run. No torch here."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`llmtrain bench train`: the runs of a sweep, one after the other; what is measured already is kept."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

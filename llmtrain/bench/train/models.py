@@ -1,7 +1,5 @@
 """Models of a sweep: a label for each file, by which its runs are named, and a digest of what a run trains. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Settings of a run that a sweep makes itself: its `settings` may not have them. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from llmtrain.config.base import Problem

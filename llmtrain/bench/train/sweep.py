@@ -1,7 +1,5 @@
 """The YAML of `llmtrain bench train`. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal

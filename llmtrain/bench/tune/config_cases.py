@@ -1,7 +1,5 @@
 """Kernels that a config runs, as cases to tune and as attention to measure every backend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The verb `llmtrain bench tune FILE`: launches of our kernels for the shapes of a model, then every attention backend on them."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m llmtrain.bench.tune.worker sm90
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

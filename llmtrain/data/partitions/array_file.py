@@ -1,8 +1,6 @@
 """Files of arrays, written and read for each partition: what describes them and their bytes, compressed together. One is read in a
 tenth of the time of an .npz, which counts where one process reads those of all workers."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -7,8 +7,6 @@ samples of the shards. Documents of fewer than n tokens cannot be checked and ar
 (13-grams as in Brown et al. 2020, arXiv:2005.14165, appendix C, there of words.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

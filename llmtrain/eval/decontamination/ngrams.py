@@ -1,7 +1,5 @@
 """Set of n-grams of token ids, and search for its members in a stream of tokens. Memory: the n-grams of the set."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ A line has the document's place, a digest of its texts, the end of what was aske
 `values`: its contribution to each metric, as a number, or as [sum, weight] where its weight is not 1.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

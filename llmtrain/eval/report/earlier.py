@@ -1,7 +1,5 @@
 """Results of an earlier evaluation in a folder that another one is to be written to. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import count

@@ -1,7 +1,5 @@
 """Exact match of generated answers, by either convention."""
 
-from __future__ import annotations
-
 import re
 import string
 

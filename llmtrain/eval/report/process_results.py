@@ -1,7 +1,5 @@
 """Metrics of one document, computed from the responses to its requests."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

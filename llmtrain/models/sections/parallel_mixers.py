@@ -1,7 +1,5 @@
 """The section of a block whose layer has several mixers side by side. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """Files that are read: regular ones, of limited size and depth."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

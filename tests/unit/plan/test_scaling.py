@@ -1,7 +1,5 @@
 """Predictions for many GPUs: beside what two were measured to keep, and what must hold of any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Overlap with training data: the documents found, and their locations."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

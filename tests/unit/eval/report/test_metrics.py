@@ -1,7 +1,5 @@
 """Metrics against numbers computed by hand: normalisations, standard errors, exact match."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any
