@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmtrain.config.regular_file import read_text
+from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.data.partitions.prepared_folder import read_manifest
 from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
@@ -53,16 +53,16 @@ def same_tokens(content: bytes, place: Path, folder: Path) -> bool:
 
 def _meaning(files: dict[str, str]) -> tuple[object, ...]:
     try:
-        configs = [json.loads(files.get(name, "{}")) for name in CONFIG_FILES]
+        configs = [parse_json(files.get(name, "{}")) for name in CONFIG_FILES]
         special = [{name: value for name, value in config.items() if name.endswith("_token")} for config in configs]
-        return json.loads(files.get("tokenizer.json", "null")), special
+        return parse_json(files.get("tokenizer.json", "null")), special
     except (ValueError, AttributeError):
         return tuple(files.items())
 
 
 def _files(content: bytes, place: Path) -> dict[str, str]:
     try:
-        files = json.loads(content)
+        files = parse_json(content)
         assert all(isinstance(text, str) and ".." not in Path(name).parts for name, text in files.items())
         assert not any(Path(name).is_absolute() for name in files)
     except (ValueError, AttributeError, AssertionError):
