@@ -41,7 +41,7 @@ def reason_against(config: Config, platform: Platform, parameters: int, ranks: i
     setting = config.train.cuda_graphs
     if setting == "off":
         return "train.cuda_graphs is off"
-    reason = refusal(config.train, ranks, platform, config.model.dropout)
+    reason = refusal(config.train, ranks, platform, config.model.dropout) or config.objective.cuda_graphs_refusal
     if reason is None and ranks > 1 and setting == "auto" and gained_by_run(config, parameters, ranks, one_node) <= 0:
         return f"{ranks} ranks would exchange weights and gradients apart from microbatches that are few and long"
     return reason

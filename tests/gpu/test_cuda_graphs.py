@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
-OBJECTIVE = NextToken(LossConfig())
+OBJECTIVE = NextToken()
 MODEL = {
     "vocab_size": 512,
     "d_model": 256,

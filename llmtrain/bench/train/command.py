@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmtrain.adapt.base import meta_model
 from llmtrain.bench.machine import facts
 from llmtrain.bench.train.cases import Case, cases
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
@@ -19,7 +20,6 @@ from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
 from llmtrain.kernels.platform import detect
-from llmtrain.plan.describe import meta_model
 from llmtrain.schema.load import load_config
 
 Measure = Callable[[Case, Sweep], dict[str, Any]]
