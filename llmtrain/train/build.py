@@ -89,7 +89,7 @@ def build(config: Config, world: World, device: torch.device) -> Training:
     with torch.device("meta"):
         model = HybridLM(config.model, dtype=getattr(torch, train.dtype), documents=config.data.mask_documents)
     require_same_kernels(model.chosen_kernels(), world)
-    causal_lm, objective = CausalLM(model, train.loss), build_objective(train.loss)
+    causal_lm, objective = CausalLM(model, train.loss), build_objective(config.objective)
     plain, sizes = dict(model.named_parameters()), parameter_sizes(config)
     resolved = resolved_config(config, sizes, world, device)
     # Before checkpointing wraps the layers.
