@@ -46,19 +46,9 @@ class TritonConv1dStep:
 
 @jit
 def _step(
-    x,
-    window,
-    weight,
-    bias,
-    y,
-    channels,
-    x_row,
-    window_row,
-    window_channel,
-    window_tap,
-    WIDTH: tl.constexpr,
+    x, window, weight, bias, y, channels, x_row, window_row, window_channel, window_tap, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Program (block of channels, row of the batch)."""
     channel, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     valid = channel < channels

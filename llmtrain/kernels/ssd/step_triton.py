@@ -37,16 +37,8 @@ class TritonSSDStep:
         self.num_warps = launch["num_warps"]
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-    ) -> Tensor:
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor,
+    ) -> Tensor:  # fmt: skip
         spec = self.spec
         batch = x.shape[0]
         assert x.shape == (batch, spec.n_heads, spec.head_dim) and dt.shape == (batch, spec.n_heads)
@@ -75,32 +67,10 @@ class TritonSSDStep:
 
 @jit
 def _step(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    dt_bias,
-    state,
-    y,
-    x_row,
-    x_head,
-    dt_row,
-    dt_head,
-    B_row,
-    B_group,
-    C_row,
-    C_group,
-    dt_min,
-    dt_max,
-    N_HEADS: tl.constexpr,
-    N_GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, dt, A, B, C, D, dt_bias, state, y, x_row, x_head, dt_row, dt_head, B_row, B_group, C_row, C_group, dt_min,
+    dt_max, N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Program (tile of head_dim, head, row of the batch)."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = head // (N_HEADS // N_GROUPS)
