@@ -5,8 +5,6 @@ checkpoint wrote (names begin with `state.model.`), or the folder of an MPT in H
 model is not in it; a HuggingFaceModel has its config.json in state.integrations.huggingface.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tasks of our own YAMLs, with the prompts of LLM Foundry's or lm-evaluation-harness's convention. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

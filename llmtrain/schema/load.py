@@ -1,7 +1,5 @@
 """Reading of a run's YAML: a Config, or one report of everything that is wrong with the file. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

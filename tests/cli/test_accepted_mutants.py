@@ -1,7 +1,5 @@
 """What `llmtrain check` accepts, trains: a step of a hundred accepted mutants of a tiny run. LLMTRAIN_FUZZ_SEED as elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`llmtrain checkpoint convert`: from format 1, from ours, and from what Composer itself writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

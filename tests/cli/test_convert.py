@@ -1,7 +1,5 @@
 """`llmtrain export` and `llmtrain import`: there and back without losing a bit, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """SIGTERM, as a job manager sends it: the run saves, ends with its own status, and goes on as if nothing had been."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

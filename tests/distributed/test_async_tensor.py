@@ -1,8 +1,6 @@
 """Collectives of tensor-parallel ranks and the products beside them, as the compiler's pass makes one operator of both
 (train.parallel.async_tensor). On CPUs the operators are PyTorch's own plain definitions of them, over gloo."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Damage of every kind, met by all ranks alike: named, never loaded, and never in the way of an older good checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

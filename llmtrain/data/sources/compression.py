@@ -1,7 +1,5 @@
 """Compressed files, recognised by their first bytes: gzip, zstandard, bzip2, xz; of any number of members or frames."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

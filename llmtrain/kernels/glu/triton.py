@@ -5,8 +5,6 @@ PyTorch's compiler computes that matrix element by element, at each of which it 
 takes longer than the memory. The forward pass it fuses well, so that stays its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Types and ranges of values in a config.json, for keys that transformers' classes do not check. No torch here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation of in-context-learning tasks during training, by all ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A folder counts as a checkpoint only if its manifest says so and every file is as the manifest says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

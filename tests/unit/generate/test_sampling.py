@@ -1,7 +1,5 @@
 """Drawing tokens: the rules of transformers, and draws that depend on the row alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Text comes out whole: characters, stop strings, word starts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

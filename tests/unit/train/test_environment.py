@@ -1,7 +1,5 @@
 """train.environment: which variables a rank sets, and when."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

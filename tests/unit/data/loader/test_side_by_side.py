@@ -1,7 +1,5 @@
 """Jobs and ranks of one machine read side by side, started at once, killed, resumed: none fails, hangs or leaves anything."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Shards of others: an index cannot run code, nor reach outside of its folder, nor hang what reads it."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """RUN/loss.png and its smoothed curve."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
