@@ -19,13 +19,7 @@ from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, aggregate
 from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import CONVENTIONS, WITHOUT_EXAMPLES, Convention, TaskConfig, TaskType
-from llmtrain.eval.tasks.documents import (
-    Document,
-    DocumentTemplates,
-    Instructed,
-    group_by_category,
-    without_reasoning,
-)
+from llmtrain.eval.tasks.documents import Document, DocumentTemplates, Instructed, group_by_category, without_reasoning
 from llmtrain.eval.tasks.load import check_known, find_yaml, read_section
 from llmtrain.eval.tasks.sections import ConventionSettings, LmEvalPrompting, Source
 from llmtrain.eval.tasks.sources import read_records

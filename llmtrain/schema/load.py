@@ -25,11 +25,7 @@ class Check:
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    checks: Sequence[Check] = (),
+    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, checks: Sequence[Check] = ()
 ) -> Config:
     """Read and check a config. path: also the name of a shipped one (`llmtrain.config.shipped`).
 

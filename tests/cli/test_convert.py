@@ -13,11 +13,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests

@@ -21,8 +21,7 @@ def steps(project: Project) -> int:
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "torchrun"))],
+    "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "torchrun"))]
 )
 def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
     project.write(ENDLESS)

@@ -11,10 +11,7 @@ from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.platform import Platform
 
 # Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many multiprocessors.
-_LAUNCH = {
-    "nvidia": {"channels": 256, "num_warps": 2},
-    "amd": {"channels": 256, "num_warps": 1},
-}
+_LAUNCH = {"nvidia": {"channels": 256, "num_warps": 2}, "amd": {"channels": 256, "num_warps": 1}}
 
 
 def build(spec: Conv1dSpec, platform: Platform, variant: str) -> TritonConv1dStep:

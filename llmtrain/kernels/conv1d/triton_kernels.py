@@ -48,8 +48,7 @@ def backward(
     columns = channels * (width + (bias is not None))
     partials = torch.empty((grid[1] * grid[2], columns), dtype=torch.float32, device=x.device)
     _backward[grid](
-        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides),
-        **_constants(weight, tile),
+        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides), **_constants(weight, tile)
     )
     return dx, partials
 

@@ -47,10 +47,7 @@ def launch_bwd(dy: Tensor, h: Tensor, activation: str) -> Tensor:
     rows = h.numel() // max(h.shape[-1], 1)
     if rows and width:
         _glu_bwd[rows, cdiv(width, BLOCK)](
-            *(dy.contiguous(), h.contiguous(), d_h, width),
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            *(dy.contiguous(), h.contiguous(), d_h, width), ACTIVATION=activation, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     return d_h
 

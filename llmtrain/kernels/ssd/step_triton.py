@@ -12,10 +12,7 @@ from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 # Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
-_LAUNCH = {
-    "nvidia": {"tile": 2048, "num_warps": 4},
-    "amd": {"tile": 2048, "num_warps": 2},
-}
+_LAUNCH = {"nvidia": {"tile": 2048, "num_warps": 4}, "amd": {"tile": 2048, "num_warps": 2}}
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSDStep:

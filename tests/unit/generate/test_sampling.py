@@ -4,12 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from llmtrain.generate.sampling import Sampler, Sampling, probabilities, sample_inverse_cdf
 
