@@ -44,7 +44,10 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     if is_foundry_evaluation(source.data):
         sections = read_evaluation(root, file, known_tasks)
         if not sections.keys() & {"models", "tasks"} and not notes.problems:
-            raise ConfigError(source.title, [Problem("", None, "has no model and no task that ours has too")])
+            raise ConfigError(
+                source.title,
+                [Problem("", None, "is an evaluation YAML of LLM Foundry with no model and no task that ours has too")],
+            )
         made = _finished(source, file, sections, {}, notes, None)
         return replace(made, text=made.text.replace("yamls/schema.json", "eval/schema.json", 1))
     seq_len = data.read_seq_len(root)

@@ -81,7 +81,7 @@ def test_what_has_no_equal_is_left_to_decide(tmp_path, changes, path, words):
 
 def test_a_gauntlet_alone_and_a_wrong_command_are_named(tmp_path):
     gauntlet = {"eval_gauntlet": {"categories": [{"name": "x", "benchmarks": [{"name": "riddles"}]}]}}
-    with pytest.raises(ConfigError, match="no model and no task that ours has too"):
+    with pytest.raises(ConfigError, match="with no model and no task that ours has too"):
         made(tmp_path, gauntlet)
     with pytest.raises(ConfigError, match=r"models\.0 .*expected a mapping"):
         made(tmp_path, FILE | {"models": [3, MODEL]})
