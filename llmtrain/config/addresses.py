@@ -1,7 +1,5 @@
 """Addresses of checkpoint stores: `s3://bucket/prefix`, `file:///folder`, or a path; and paths that are none. No torch here."""
 
-from __future__ import annotations
-
 import re
 
 

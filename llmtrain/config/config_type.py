@@ -1,7 +1,5 @@
 """Detection of a YAML for `llmtrain train` given to `llmtrain eval`, the reverse, or LLM Foundry's, reported as one error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmtrain.config.base import Problem

@@ -5,8 +5,6 @@ rows, from the file that LLMTRAIN_TUNING names or else from ~/.config/llmtrain/t
 ones: `llmtrain bench tune` writes there. Files are read once; tuning_table.py is their model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 
@@ -10,8 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.units import binary, decimal, duration, share, significant
-from llmtrain.plan.describe import Description, Float8Description
+from llmtrain.plan.describe import Description
 from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
 

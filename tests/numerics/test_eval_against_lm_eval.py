@@ -3,8 +3,6 @@
 The requests' token ids are compared in test_eval_lm_eval; here, the models' responses.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Checks of IFEval's instructions against those of lm-evaluation-harness, on answers made to be hard; and a whole task."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

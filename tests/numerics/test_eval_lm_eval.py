@@ -1,7 +1,5 @@
 """The lm-eval convention against lm-evaluation-harness: token ids, and metrics from the same log-likelihoods."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

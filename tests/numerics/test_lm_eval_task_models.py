@@ -1,7 +1,5 @@
 """lm-evaluation-harness's own task files on two random models: log-likelihoods, answers and scores beside its `hf` model."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

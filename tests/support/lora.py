@@ -3,8 +3,6 @@
 `install()` makes `adapt: {lora: {...}}` a section of the YAML, which a package would do by a field of AdaptConfig.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

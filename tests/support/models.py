@@ -1,7 +1,5 @@
 """Small models of every kind of layer and option."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Mutants of YAML files: one to three changes of a good file, most of which make it a bad one."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Sequence

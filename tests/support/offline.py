@@ -10,8 +10,6 @@ and each row's `shared`. AMD rows are compiled with buffer operations on and, at
 kernel: AMD's rows have not been run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A hybrid model small enough that a step takes milliseconds."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

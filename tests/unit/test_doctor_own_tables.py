@@ -1,7 +1,5 @@
 """`llmtrain doctor` reports a wrong file of the user's on any machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

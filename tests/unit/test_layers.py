@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "llmtrain.models.config",
     "llmtrain.models.backends",
     "llmtrain.models.sections.*",
+    "llmtrain.objectives.sections",
     "llmtrain.kernels.*.spec",
     "llmtrain.kernels.registry",
     "llmtrain.commands.*",

@@ -8,10 +8,10 @@ A record that is none raises a ChatFault, whose text is a phrase: what is wrong 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from llmtrain.config.regular_file import parse_json
 
 FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),
@@ -151,8 +151,8 @@ def _parsed(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return parse_json(value)
+    except ValueError as error:
         raise ChatFault(f"'{name}' is text, but no JSON: {error}") from None
 
 

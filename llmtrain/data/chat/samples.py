@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from llmtrain.config.regular_file import parse_json
 from llmtrain.data.chat.conversation import ChatFault, Conversation, conversation
 from llmtrain.data.chat.template import ChatError, ChatTemplate
 from llmtrain.data.tokenize.encode import DocumentMarks
@@ -178,5 +179,5 @@ def _tokens_of(whole: Encoding, answers: Sequence[tuple[int, int]]) -> tuple[lis
 
 def rendering_of(text: str) -> Rendering:
     """The Rendering that `ChatSettings.convert` has written."""
-    text, answers, turns, closed = json.loads(text)
+    text, answers, turns, closed = parse_json(text)
     return Rendering(text, [(begin, end) for begin, end in answers], [(a, b) for a, b in turns], closed)

@@ -1,7 +1,5 @@
 """The making of one prepared folder: its tokenizer, its partitions, and their merging. `prepare` says what holds of the result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -3,8 +3,6 @@
 A partition is finished once its report is there: what a killed process left is written over.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Merging partitions: the indexes of both splits, the counts for the manifest, and the baselines."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

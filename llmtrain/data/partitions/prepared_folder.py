@@ -1,7 +1,5 @@
 """The folder that `llmtrain prepare` writes: its manifest, its fingerprint, and when it can be used again."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ least room that suffices (Ding et al. 2024, "Fewer Truncations Improve Language 
 end-of-document tokens, which are no labels where documents are masked.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

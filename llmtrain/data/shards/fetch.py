@@ -5,8 +5,6 @@ folder, of one job or of several, take turns at a shard by a lock in a file besi
 that ends, however it does; a holder that neither ends nor finishes is waited for for a limited time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Packing tokens of one split into samples, and writing these as MDS shards, with the counts for the manifest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of a comparison: compare.json, .md, .csv and .png. Imports no torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

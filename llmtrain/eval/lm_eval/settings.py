@@ -3,8 +3,6 @@
 What keys, filters, metrics and aggregations there are, lm_eval's own classes and registries say.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Each of its filters sees every answer of a data set; here, one answer at a time.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

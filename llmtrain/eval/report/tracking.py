@@ -1,7 +1,5 @@
 """Names of results for loggers, and logging of results to Weights & Biases."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any

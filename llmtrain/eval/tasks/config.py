@@ -1,7 +1,5 @@
 """The YAML of a task. Nothing here reads data, and nothing imports torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal

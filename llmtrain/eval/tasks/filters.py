@@ -3,8 +3,6 @@
 Types and settings are those of lm-evaluation-harness's filter_list, and of the filters that come with its BBH.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

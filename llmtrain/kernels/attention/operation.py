@@ -1,7 +1,5 @@
 """Attention as tests, doctor, bench and tuning see it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Only for the tiles of queries that have an ancestor at a depth of the tree: the 
 The loop is the forward kernel's; the two log-sum-exps are the weights of the two results. No gradients.
 """
 
-from __future__ import annotations
-
 import functools
 
 import triton.language as tl

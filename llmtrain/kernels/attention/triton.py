@@ -3,8 +3,6 @@
 The kernels are in triton_forward.py and triton_backward.py, their launches in triton_call.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ into dS. The first kernel also makes D, from the dO that it reads anyway, for th
 size of q k^T.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Launches of our attention kernels: for one attention, forward or backward, by the launch parameters of its shape."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

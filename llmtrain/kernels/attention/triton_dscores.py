@@ -4,8 +4,6 @@ Where heads are wide, sums of dq, dk and dv leave a program few registers, and e
 anew. Here a program keeps one sum, dv's, and what dq and dk are made of goes to memory.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Choice of launch parameters of the attention kernels, from the tuning tables."""
 
-from __future__ import annotations
-
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
 from llmtrain.kernels.platform import Platform

@@ -11,8 +11,6 @@ queries see (their tiles need no mask), follow from its first and its last query
 same holds with the directions in time exchanged.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ first, `step_tokens` at a time, and keeps in registers what the next step needs:
 and are the next step. So every element is read once, except for one step at either end of a run.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ A row is one token's group of channels (row_kernels.py). It stays in registers, 
 cache after its sum is known. r: the reciprocal root mean square, kept for the backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The inside of a Mamba-2 mixer, without its projections, as tests, doctor and bench see it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A row is one token, in registers as a whole (row_kernels.py). u: the normed row 
 root mean square or, of LayerNorm, standard deviation. Statistics, [1 or 2, tokens] in fp32: r and, of LayerNorm, the means.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

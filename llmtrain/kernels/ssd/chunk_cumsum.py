@@ -4,8 +4,6 @@ These kernels touch one number per token and head, 1/64 of x. They are kernels o
 in fp32 with unit stride, [batch, heads, tokens], whatever the layout of the projection that dt is a slice of.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

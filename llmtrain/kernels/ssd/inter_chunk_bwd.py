@@ -5,8 +5,6 @@ it, R. Either one program computes both, and reads S once; or, where d_state is 
 fill all registers, each has a launch of its own.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -15,8 +15,6 @@ terms of the states before and after a chunk. T is computed once and serves all;
 with B and C once per program. da is made of row and column sums of one fp32 matrix: taken from y, rounded, they would not cancel.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

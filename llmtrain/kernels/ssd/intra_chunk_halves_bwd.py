@@ -9,8 +9,6 @@ So a matrix over pairs takes no exponentials, only a weight per row and per colu
 the same for all heads. Row and column sums come from one fp32 matrix, as there.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ bound by latency, and together they fill more of the device. Both are stored in 
 (block_scaled_fp16.py).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

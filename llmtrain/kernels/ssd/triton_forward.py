@@ -13,8 +13,6 @@ No exponent is positive, so nothing overflows. A document that begins at t drops
 different seq_idx are masked.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Locks between processes, and private folders for them."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

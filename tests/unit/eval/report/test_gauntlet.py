@@ -1,7 +1,5 @@
 """Gauntlets: baselines, averages and refusals of incomplete results."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

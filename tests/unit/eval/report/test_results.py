@@ -1,7 +1,5 @@
 """Files of results: the table, the meaning of its numbers, and each format."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
