@@ -6,9 +6,11 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import Platform, cpu
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.adapt import AdaptConfig
 
@@ -41,6 +43,13 @@ class Converter(ABC):
 def adaptations(adapt: AdaptConfig | None) -> list[Converter]:
     """The changes that belong to a model wherever it runs, in order."""
     return [] if adapt is None else [section.load_implementation()(section) for section in adapt.sections()]
+
+
+def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridLM:
+    """The model without memory for its weights. adapt: of the run's config."""
+    with torch.device("meta"):
+        # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
+        return adapted(HybridLM(config.with_backends("reference", lambda block: "reference"), cpu()), adapt)
 
 
 def adapted(model: HybridLM, adapt: AdaptConfig | None) -> HybridLM:

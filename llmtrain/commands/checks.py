@@ -78,8 +78,8 @@ def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
 def _parameter_problems(config: Config) -> Iterator[Problem]:
     """Problems of the changes that `adapt` makes, and of optimizer.groups, by the names of what is trained."""
     if config.optimizer.groups or config.adapt is not None:
+        from llmtrain.adapt.base import meta_model  # imports torch
         from llmtrain.models.parameters import parameter_info
-        from llmtrain.plan.describe import meta_model  # imports torch
         from llmtrain.schema.parameter_groups import group_problems
 
         try:
@@ -97,8 +97,8 @@ def _float8_problems(config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("torchao") is None:
         yield Problem("train.float8", None, "needs torchao: pip install 'llmtrain[float8]'")
     if float8.exclude:
+        from llmtrain.adapt.base import meta_model  # imports torch
         from llmtrain.models.float8_products import exclude_problems, float8_products
-        from llmtrain.plan.describe import meta_model  # imports torch
 
         yield from exclude_problems(float8, float8_products(meta_model(config.model), float8))
 

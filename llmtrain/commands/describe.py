@@ -99,7 +99,7 @@ def run_describe(args: argparse.Namespace) -> int:
 def _predictions(
     args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
 ) -> list[Scale]:
-    from llmtrain.plan.describe import parameter_sizes
+    from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.plan.scaling import curve, draw
 
     assert description.speed is not None

@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.units import binary, decimal, duration, share, significant
-from llmtrain.plan.describe import Description, Float8Description
+from llmtrain.plan.describe import Description
 from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
 from llmtrain.start import cost_of_start

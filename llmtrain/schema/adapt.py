@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, ClassVar
-
 from llmtrain.config.base import Section
+from llmtrain.models.sections.feed_forward import ImplementedSection
 
 
-class AdaptationSection(Section):
-    """Settings of one change to the model.
-
-    implementation: "module:Class" of its Converter (adapt/base.py), imported when a model is built.
-    """
-
-    implementation: ClassVar[str]
-
-    def load_implementation(self) -> Any:
-        module, _, name = self.implementation.partition(":")
-        return getattr(importlib.import_module(module), name)
+class AdaptationSection(ImplementedSection):
+    """Settings of one change to the model. implementation: of its Converter (adapt/base.py)."""
 
 
 class AdaptConfig(Section):

@@ -191,7 +191,6 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     from composer.utils import FSDP2Config
 
     from llmtrain.models.causal_lm import CausalLM
-    from llmtrain.models.config import LossConfig
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.objectives.next_token import NextToken
     from llmtrain.train.composer_model import ComposerHybridLM
@@ -202,7 +201,7 @@ def save_with_composer(config: ModelConfig, out: Path, sharded: bool) -> dict[st
     optimizer = torch.optim.AdamW(model.parameters())
     sharding: Any = {"fsdp": FSDP2Config(state_dict_type="sharded")} if sharded else None
     trainer = Trainer(
-        model=ComposerHybridLM(CausalLM(model), NextToken(LossConfig())),
+        model=ComposerHybridLM(CausalLM(model), NextToken()),
         optimizers=optimizer,
         parallelism_config=sharding,
         progress_bar=False,

@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "llmtrain.models.config",
     "llmtrain.models.backends",
     "llmtrain.models.sections.*",
+    "llmtrain.objectives.sections",
     "llmtrain.kernels.*.spec",
     "llmtrain.kernels.registry",
     "llmtrain.commands.*",

@@ -100,7 +100,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     causal_lm = CausalLM(model, config.train.loss)
-    objective = build_objective(config.train.loss)
+    objective = build_objective(config.objective)
     graphs = graphed_loss(config, causal_lm, objective, World(0, 1, 0, 1))
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())

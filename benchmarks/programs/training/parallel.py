@@ -74,8 +74,8 @@ def steps_of(
     import torch
 
     from llmtrain.models.hybrid import HybridLM
-    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.memory import estimate_memory
+    from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.train.callbacks.throughput import token_cost
 
     sizes = parameter_sizes(config)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmtrain.adapt.base import meta_model
 from llmtrain.bench.machine import facts
-from llmtrain.bench.train.cases import Case, cases
+from llmtrain.bench.train.cases import Case, cases, digest
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
-from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.output_folder import replace_file, unwritable_reason
@@ -19,7 +19,6 @@ from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
 from llmtrain.kernels.platform import detect
-from llmtrain.plan.describe import meta_model
 from llmtrain.schema.load import load_config
 
 Measure = Callable[[Case, Sweep], dict[str, Any]]

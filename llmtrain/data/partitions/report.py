@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
-from llmtrain.config.regular_file import read_bytes, read_json
+from llmtrain.config.regular_file import open_regular, read_bytes, read_json
 from llmtrain.data.partitions.array_file import unpack_arrays
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import documents_path
@@ -90,7 +90,7 @@ def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
     """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
     shards = report.shard_files()
     for file, part in shards.items():
-        with open(source / file, "rb") as stream:
+        with open_regular(source / file) as stream:
             if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != part["hashes"]["xxh64"]:  # type: ignore[arg-type]
                 return False
     reports = Path(REPORTS)
