@@ -65,8 +65,8 @@ def _first_records(files: list[SourceFile], config: PrepareConfig) -> Iterator[s
 
 
 def chat_settings(config: PrepareConfig, tokenizer: TextTokenizer | None) -> ChatSettings | None:
-    """Settings by which the records of a recognised config become samples; None for texts. tokenizer: None while it is to be trained. Raises
-    PrepareError without a chat template."""
+    """Settings by which the records of a recognised config become samples; None for texts. tokenizer: None while it is to be
+    trained. Raises PrepareError without a chat template."""
     section = config.chat
     if section is None:
         return None
