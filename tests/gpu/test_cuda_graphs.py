@@ -21,10 +21,7 @@ from llmtrain.train.parallel import compile_layers
 from tests.support import experts
 from tests.support.models import VOCAB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 OBJECTIVE = NextToken()
 MODEL = {
     "vocab_size": 512,
