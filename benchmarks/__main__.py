@@ -1,7 +1,5 @@
 """Programs that measure llmtrain: `python -m benchmarks NAME …`; without a name, all of them."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -7,8 +7,6 @@ was measured, and figures whose names end in their unit (`step_ms`). A row may o
 template: `{step_ms:.1f}` is a field, and a part in square brackets is left out where a field in it is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Versions of installed libraries."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as metadata_version
 

@@ -12,8 +12,6 @@ local versions (0.32.1+x).
 Needs pip and a package index, no packages.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.util

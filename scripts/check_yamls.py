@@ -3,8 +3,6 @@
 Data folders are not looked at: they are the user's to make.
 """
 
-from __future__ import annotations
-
 import sys
 
 from llmtrain.config.report import ConfigError

@@ -3,8 +3,6 @@
 What they show is asked of the code where it can be: the layers of a pattern, the segments of context-parallel ranks.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

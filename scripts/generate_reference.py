@@ -1,7 +1,5 @@
 """Write every file that is generated: JSON schemas for editors, the key reference, and the migration page's table of keys."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

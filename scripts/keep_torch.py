@@ -6,8 +6,6 @@ keep_torch.py overrides   for `uv pip install --override`: torch, torchvision an
 keep_torch.py versions    what is installed now of those three, to compare before and after
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError, version
 

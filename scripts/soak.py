@@ -12,8 +12,6 @@ bit for bit. Afterwards nothing may be left: no process, lock, half-written fold
 held. A kill costs about 8 CPU-seconds on one rank and 16 on two.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ The migrated files go to OUT as they are, the tiny ones to OUT/tiny. Prints a ta
 Widths, vocabulary, sequences and batches are cut, the layers stay; the data are Python's own standard library.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

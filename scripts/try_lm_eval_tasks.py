@@ -5,8 +5,6 @@
 No code is imported and nothing is downloaded: what loads may still fail on its data.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections import Counter, defaultdict

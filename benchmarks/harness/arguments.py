@@ -1,7 +1,5 @@
 """Command lines of the programs: `a.b=c` settings anywhere, numbers that are checked before anything is computed."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

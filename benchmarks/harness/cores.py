@@ -4,8 +4,6 @@ A machine's own limit on scaling is what a program reaches that needs nothing bu
 and two hardware threads share what one core has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Speed and log-likelihoods of lm-evaluation-harness's `hf` model on our tasks' prompts, which it tokenises itself."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

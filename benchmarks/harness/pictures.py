@@ -1,7 +1,5 @@
 """Pictures of the programs: figures without a display, written to a file."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

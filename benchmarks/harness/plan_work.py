@@ -1,7 +1,5 @@
 """The work of a plan for scoring: what sharing prefixes saves, and what padding costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.eval.scoring.packed_plan import PackedPlan

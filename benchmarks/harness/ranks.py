@@ -1,7 +1,5 @@
 """Programs of several ranks on this machine, and steps of training on them, without trainer and loader."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Figures of a program as rows: printed, and written to the file from which `benchmarks.tables` makes its tables."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

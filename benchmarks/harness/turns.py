@@ -1,7 +1,5 @@
 """Programs that take turns on the GPUs of a machine, each within its own time; what has ended with status 0 is not run again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -9,8 +9,6 @@ library is the text, a small tokenizer of it the tokenizer; the vocabulary stays
 (median over the steps after `--warmup`), seconds of each step, losses, peak memory of rank 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -5,8 +5,6 @@ repository with what it imports): `python benchmarks/peers/prepare.py PEER FOLDE
 holds .jsonl files.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

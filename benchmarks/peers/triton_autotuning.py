@@ -3,8 +3,6 @@
 It changes no choice: every variant is measured as before, once all are compiled. vLLM's scan has about a hundred for each model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

@@ -8,8 +8,6 @@ FlashAttention, experts, vision and what reads grammars are left out or stand-in
 FlashInfer's sampler off (VLLM_USE_FLASHINFER_SAMPLER=0). It has served Nemotron-H and Zamba2 on an H100.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil

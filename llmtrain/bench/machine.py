@@ -1,7 +1,5 @@
 """Facts about this machine and what is installed on it."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform as host
 import subprocess

@@ -99,19 +99,12 @@ def run_describe(args: argparse.Namespace) -> int:
 def _predictions(
     args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
 ) -> list[Scale]:
-    from llmtrain.plan.describe import parameter_sizes
+    from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.plan.scaling import curve, draw
 
     assert description.speed is not None
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
-    points = curve(
-        config,
-        parameter_sizes(config),
-        rate,
-        place,
-        memory,
-        args.world_size,
-    )
+    points = curve(config, parameter_sizes(config), rate, place, memory, args.world_size)
     if args.plot:
         draw(points, args.plot, f"{config.name} on {device.title}")
     return points

@@ -70,10 +70,12 @@ class Section(BaseModel):
 class ByType:
     """Marks one section, or a union of sections distinguished by `type`, where a mapping without `type` means `default`.
 
-    `Field(discriminator="type")` is the same where `type` must be written.
+    `Field(discriminator="type")` is the same where `type` must be written. by_name: in a YAML the name of a type alone means
+    `{type: NAME}` (schema_tree.with_defaults).
     """
 
     default: str
+    by_name: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         sections = get_args(source)
@@ -90,8 +92,9 @@ class ByType:
         """The `type` that a value is written for."""
         return value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", self.default)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "default_type": self.default}
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        union = {**handler(schema), "default_type": self.default}
+        return {"anyOf": [{"enum": list(schema["choices"])}, union]} if self.by_name else union
 
 
 def free(default: Any = ..., **kwargs: Any) -> Any:

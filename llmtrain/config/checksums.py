@@ -4,8 +4,6 @@ They find damage, as of a disk or a proxy; they are no defence against someone w
 written before there were checksums is still read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
 KEY = "xxh3_128"
@@ -49,8 +47,8 @@ def decode(content: bytes) -> tuple[dict[str, Any], bool]:
     """
     text = content.removesuffix(b"\n")
     try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError):
+        found = parse_json(text.decode())
+    except ValueError:
         raise DamagedError("is no JSON") from None
     if not isinstance(found, dict):
         raise DamagedError("is no JSON object")

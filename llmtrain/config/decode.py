@@ -1,7 +1,5 @@
 """Decoding plain data into a typed section, with every error in the user's terms. No torch here."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Iterator

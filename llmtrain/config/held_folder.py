@@ -1,7 +1,5 @@
 """The folder that this process works in, held open: one that is renamed or deleted meanwhile is not made anew under its name."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

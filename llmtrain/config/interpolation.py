@@ -4,8 +4,6 @@ References to settings are followed here, so that each is followed once, in an o
 limit; everything else in a text is read by OmegaConf.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Locks between processes, and folders of the user alone in the temporary folder."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

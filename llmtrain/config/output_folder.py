@@ -4,8 +4,6 @@ Whatever is made beside an output bears a mark (MARKER) with its own name in it.
 is neither used nor removed, and another name is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Overrides `a.b=c` of the command line, which replace settings of the file. No torch here."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, get_origin
 

@@ -1,7 +1,5 @@
 """The error report of a config, one aligned line per problem. No torch here."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """The schema as a tree: types, defaults and descriptions of settings by dotted path. No torch here."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -45,7 +43,11 @@ def select_alternative(annotation: Any, value: Any) -> Any:
 
 def usual_type(annotation: Any) -> str | None:
     """The `type` that a mapping without one has; None where it must be written."""
-    return next((part.default for part in _constraints(annotation) if isinstance(part, ByType)), None)
+    return found.default if (found := _by_type(annotation)) else None
+
+
+def _by_type(annotation: Any) -> ByType | None:
+    return next((part for part in _constraints(annotation) if isinstance(part, ByType)), None)
 
 
 def constrained_type(field: FieldInfo) -> Any:
@@ -84,7 +86,10 @@ def is_free(field: FieldInfo) -> bool:
 
 
 def with_defaults(annotation: Any, value: Any) -> Any:
-    """Fill in the default of every absent setting, so that interpolations may refer to it."""
+    """Fill in the default of every absent setting, so that interpolations may refer to it, and write a section that is given by
+    the name of its type alone as a mapping."""
+    if isinstance(value, str) and (found := _by_type(annotation)) and found.by_name and "${" not in value:
+        value = {"type": value}
     kind = select_alternative(annotation, value)
     if is_section(kind) and isinstance(value, Mapping):
         filled = {key: with_defaults(entry_type(kind, key), item) for key, item in value.items()}

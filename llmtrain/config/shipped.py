@@ -1,7 +1,5 @@
 """The YAMLs that come with llmtrain, by name from any folder. No torch here."""
 
-from __future__ import annotations
-
 import os.path
 from pathlib import Path
 

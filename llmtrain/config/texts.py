@@ -1,7 +1,5 @@
 """Types of texts that name something outside of the program: runs, folders and files, Weights & Biases. No torch here."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reading a YAML file as plain data, with the line of each value. No torch here."""
 
-from __future__ import annotations
-
 import io
 import os
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """YAML text as nodes, within limits under which no text can exhaust time, memory or the stack. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and tasks as the YAML of `llmtrain eval` names them. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Error of tasks, documents and models under evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks of a run that cannot be evaluated, while the others can."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -5,8 +5,6 @@ the language is detected with a fixed seed; a `letter` that is none (`#`) is cou
 an error, not drawn at random.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Documents and requests of a task for one model, without what is left out (`skip_bad_documents`). Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer

@@ -1,7 +1,5 @@
 """The YAML of `llmtrain eval`: models, tasks and convention. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@
 Imports no torch: models are in scoring/.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

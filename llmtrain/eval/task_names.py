@@ -1,7 +1,5 @@
 """Tasks that an entry of `tasks` in an eval YAML names: ours, and those of lm-evaluation-harness. Reads no data."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 from collections.abc import Sequence

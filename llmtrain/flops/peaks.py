@@ -6,11 +6,11 @@ package's figures. A GB200 or GB300 superchip is two devices, and its rows hold 
 has no peak, and no MFU unless train.peak_tflops gives one: a wrong one is worse.
 """
 
-from __future__ import annotations
-
+import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmtrain.errors import UserError
 
@@ -19,7 +19,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Device:
-    """One row of the table.
+    """One row of peaks.csv.
 
     short: name for the command line.
     names: what torch.cuda.get_device_name() returns, compared after `normalise`.
@@ -46,212 +46,23 @@ class Device:
         return self.tflops[column] * TERA if column in self.tflops else None
 
 
-_A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}
-_A100_SOURCE = "NVIDIA A100 Tensor Core GPU datasheet (nvidia-a100-datasheet-us-nvidia-1758950), dense column"
-_HOPPER_SXM = {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67.0, "fp8": 1979.0}
-_HOPPER_NVL = {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0, "fp8": 1670.5}
-_CDNA3 = {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4, "fp8": 2614.9}
+def _read(file: Path) -> Iterator[Device]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            tflops = {name: float(row[name]) for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if row[name]}
+            size = float(row["memory_gb"])
+            yield Device(
+                row["short"],
+                row["title"],
+                tuple(row["names"].split(" | ")),
+                tflops,
+                int(row["compute_units"]),
+                size,
+                row["source"],
+            )
 
-DEVICES: tuple[Device, ...] = (
-    Device(
-        "a100",
-        "NVIDIA A100 80GB",
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-80GB"),
-        _A100,
-        108,
-        80,
-        _A100_SOURCE,
-    ),
-    Device(
-        "a100-40gb",
-        "NVIDIA A100 40GB",
-        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
-        _A100,
-        108,
-        40,
-        _A100_SOURCE,
-    ),
-    Device(
-        "h100-sxm",
-        "NVIDIA H100 SXM",
-        ("NVIDIA H100 80GB HBM3",),
-        _HOPPER_SXM,
-        132,
-        80,
-        "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM: BF16 1,979 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "h100-pcie",
-        "NVIDIA H100 PCIe",
-        ("NVIDIA H100 PCIe",),
-        {"bf16": 756.5, "fp16": 756.5, "tf32": 378.0, "fp32": 51.0, "fp8": 1513.0},
-        114,
-        80,
-        "NVIDIA H100 Tensor Core GPU datasheet (2022-2023), H100 PCIe: BF16 1,513 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "h100-nvl",
-        "NVIDIA H100 NVL",
-        ("NVIDIA H100 NVL",),
-        _HOPPER_NVL,
-        132,
-        94,
-        "NVIDIA H100 Tensor Core GPU datasheet (2024), H100 NVL: BF16 1,671 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "h200",
-        "NVIDIA H200 SXM",
-        ("NVIDIA H200",),
-        _HOPPER_SXM,
-        132,
-        141,
-        "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM: BF16 1,979 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "h200-nvl",
-        "NVIDIA H200 NVL",
-        ("NVIDIA H200 NVL",),
-        _HOPPER_NVL,
-        132,
-        141,
-        "NVIDIA H200 Tensor Core GPU datasheet, H200 NVL: BF16 1,671 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "b200",
-        "NVIDIA B200",
-        ("NVIDIA B200",),
-        {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1100.0, "fp32": 75.0, "fp8": 4500.0},
-        148,
-        180,
-        "NVIDIA HGX platform page, HGX B200 (8 GPUs): BF16 36 PFLOP/s with sparsity; and Blackwell datasheet, TF32 2.2",
-    ),
-    Device(
-        "gb200",
-        "NVIDIA GB200 (one of its two GPUs)",
-        ("NVIDIA GB200",),
-        {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0, "fp8": 5000.0},
-        152,
-        186,
-        "NVIDIA Blackwell datasheet, GB200 NVL72, per GPU: BF16 5 PFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "b300",
-        "NVIDIA B300",
-        ("NVIDIA B300 SXM6 AC",),
-        {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp8": 4500.0},
-        148,
-        270,
-        "NVIDIA HGX platform page, HGX B300 (8 GPUs): BF16 36, TF32 18 PFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "gb300",
-        "NVIDIA GB300 (one of its two GPUs)",
-        ("NVIDIA GB300",),
-        {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0, "fp8": 5000.0},
-        152,
-        279,
-        "NVIDIA GB300 NVL72 page (72 GPUs): BF16 360 PFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "h20",
-        "NVIDIA H20",
-        ("NVIDIA H20",),
-        {"bf16": 148.0, "fp16": 148.0, "tf32": 74.0, "fp32": 44.0, "fp8": 296.0},
-        78,
-        96,
-        "NVIDIA HGX H20 specification as its resellers print it, dense figures",
-    ),
-    Device(
-        "a10g",
-        "NVIDIA A10G",
-        ("NVIDIA A10G",),
-        {"bf16": 70.0, "fp16": 70.0, "tf32": 35.0, "fp32": 35.0},
-        80,
-        24,
-        "NVIDIA A10G datasheet (AWS G5), dense: BF16 70 TFLOP/s, half of an A10's rate",
-    ),
-    Device(
-        "l4",
-        "NVIDIA L4",
-        ("NVIDIA L4",),
-        {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3, "fp8": 242.5},
-        58,
-        24,
-        "NVIDIA L4 datasheet: BF16 242 TFLOP/s with sparsity, halved",
-    ),
-    Device(
-        "l40s",
-        "NVIDIA L40S",
-        ("NVIDIA L40S",),
-        {"bf16": 362.05, "fp16": 362.05, "tf32": 183.0, "fp32": 91.6, "fp8": 733.0},
-        142,
-        48,
-        "NVIDIA L40S datasheet, dense figures",
-    ),
-    Device(
-        "mi210",
-        "AMD Instinct MI210",
-        ("AMD Instinct MI210",),
-        {"bf16": 181.0, "fp16": 181.0, "fp32": 45.3},
-        104,
-        64,
-        "AMD Instinct MI210 accelerator data sheet, peak matrix figures",
-    ),
-    Device(
-        "mi250",
-        "AMD Instinct MI250 (one of its two GCDs)",
-        ("AMD Instinct MI250",),
-        {"bf16": 181.05, "fp16": 181.05, "fp32": 45.25},
-        104,
-        64,
-        "AMD Instinct MI200 series data sheet, MI250: 362.1 bf16, 90.5 fp32 matrix TFLOP/s a package, halved per GCD",
-    ),
-    Device(
-        "mi250x",
-        "AMD Instinct MI250X (one of its two GCDs)",
-        ("AMD Instinct MI250X",),
-        {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85},
-        110,
-        64,
-        "AMD Instinct MI200 series data sheet, MI250X: 383.0 bf16, 95.7 fp32 matrix TFLOP/s a package, halved per GCD",
-    ),
-    Device(
-        "mi300x",
-        "AMD Instinct MI300X",
-        ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
-        _CDNA3,
-        304,
-        192,
-        "AMD Instinct MI300X accelerator data sheet, dense matrix figures",
-    ),
-    Device(
-        "mi325x",
-        "AMD Instinct MI325X",
-        ("AMD Instinct MI325X", "AMD Instinct MI325X OAM"),
-        _CDNA3,
-        304,
-        256,
-        "AMD Instinct MI325X accelerator data sheet, dense matrix figures",
-    ),
-    Device(
-        "mi350x",
-        "AMD Instinct MI350X",
-        ("AMD Instinct MI350X", "AMD Instinct MI350X OAM"),
-        {"bf16": 2300.0, "fp16": 2300.0, "fp32": 144.2, "fp8": 4600.0},
-        256,
-        288,
-        "AMD Instinct MI350X GPU data sheet, dense matrix figures (2.3 and 4.6 PFLOP/s; no TF32 unit)",
-    ),
-    Device(
-        "mi355x",
-        "AMD Instinct MI355X",
-        ("AMD Instinct MI355X", "AMD Instinct MI355X OAM"),
-        {"bf16": 2500.0, "fp16": 2500.0, "fp32": 157.3, "fp8": 5000.0},
-        256,
-        288,
-        "AMD Instinct MI355X GPU data sheet, dense matrix figures (2.5 and 5 PFLOP/s; no TF32 unit)",
-    ),
-)
+
+DEVICES = tuple(_read(Path(__file__).with_name("peaks.csv")))
 
 
 def normalise(name: str) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Copies from the CPU to a GPU that do not wait for the GPU's work."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

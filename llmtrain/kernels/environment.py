@@ -1,7 +1,5 @@
 """Environment variables that training launchers of the vendors set. No torch here."""
 
-from __future__ import annotations
-
 from llmtrain.kernels.platform import Vendor
 
 PRESETS: dict[Vendor, dict[str, str]] = {

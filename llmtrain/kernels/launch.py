@@ -6,8 +6,6 @@ here keeps what it found, by a tuple of the same facts, and calls the compiled k
 with hooks, and for arguments that are neither tensors, numbers nor our tensor descriptors, a launch is Triton's own.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Operations as tests, doctor, bench and tuning see them: inputs, reference, tolerance, work, backends and tuning space, written
 once in each operation's folder, in its operation.py (and search.py, which imports Triton)."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import importlib

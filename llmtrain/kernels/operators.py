@@ -4,8 +4,6 @@ As torch.library.custom_op, for operators without keyword-only arguments and def
 the host a third of the time, since what custom_op checks and looks up at every call is known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Launch parameters of kernels: dataclasses that pydantic validates when they are read, and their text. No torch here."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Second half of a sum over tokens whose first half was taken per program, in a fixed order: equal bits in every run."""
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Reasons to refuse that several operations share. No torch here."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from llmtrain.kernels.platform import Platform

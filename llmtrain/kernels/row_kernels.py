@@ -1,7 +1,5 @@
 """Device functions of norms: rows of a matrix in registers, in parts, so that sizes between powers of two waste little."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

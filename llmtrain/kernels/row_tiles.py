@@ -1,7 +1,5 @@
 """Launch parameters of kernels that hold whole rows of a matrix in registers: what norms do. No torch here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

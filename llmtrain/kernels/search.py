@@ -1,7 +1,5 @@
 """Search of launch parameters: what a search of one operation at one shape offers. The search itself is bench/tune."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """A cheap sigmoid for kernels that would otherwise be bound by arithmetic instead of memory."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

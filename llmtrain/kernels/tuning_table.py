@@ -1,7 +1,5 @@
 """Tables of launch parameters, one file per architecture: the model of a row, reading and writing. No torch here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass as plain_dataclass

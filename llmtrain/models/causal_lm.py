@@ -1,7 +1,5 @@
 """CausalLM: what is computed from a HybridLM's hidden states, each in one call of one module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
@@ -14,7 +12,16 @@ from llmtrain.models.cache import Cache
 from llmtrain.models.config import LossConfig, ModelConfig
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM, Stream
-from llmtrain.models.loss import LossOutput, TokenScores, all_logits, build_loss, score_hidden, score_tokens, soft_cap
+from llmtrain.models.loss import (
+    LossOutput,
+    TokenScores,
+    all_logits,
+    build_loss,
+    label_likelihoods,
+    score_hidden,
+    score_tokens,
+    soft_cap,
+)
 from llmtrain.models.mixers.replay import ReplayCache
 from llmtrain.models.segments import ContextParallelRanks
 
@@ -73,6 +80,12 @@ class CausalLM(nn.Module):
     def cross_entropy(self, hidden: Tensor, head: Tensor, labels: Tensor) -> LossOutput:
         """The loss of what `forward` gives `output`, averaged over labels [batch, T]."""
         return self.loss_function(hidden, head, labels, self.hybrid.ranks)
+
+    def label_likelihoods(self, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+        """Log-likelihoods of `labels` [n] at some of the tokens of what `forward` gives `output`, hidden [n, d_model], -> [n], to
+        differentiate. Logits exist for as many tokens at a time as train.loss says."""
+        tokens = self.loss_function.config.chunk_tokens
+        return label_likelihoods(hidden, head, labels, self.config.logit_softcap, tokens, self.hybrid.ranks)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         return Cache(self.hybrid, batch, capacity)

@@ -1,7 +1,5 @@
 """The contexts of a forward pass: what layers need besides activations, made outside the compiled graph."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

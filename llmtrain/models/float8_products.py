@@ -1,7 +1,5 @@
 """Linear layers whose products are in float8 (train.float8), and the reasons of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ Element i of a parameter gets a 64-bit hash of (seed, name, i), read as a unifor
 parameter's rule maps to a value.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator

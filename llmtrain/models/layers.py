@@ -4,8 +4,6 @@ Constructors allocate and never initialise, so a model builds on the meta device
 parameters' initial distributions. Norms compute in fp32 whatever their input's dtype, and return that dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

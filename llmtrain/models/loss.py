@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig
@@ -91,6 +92,30 @@ def score_hidden(
         likelihood = -F.cross_entropy(logits, label, reduction="none")
         parts.append((likelihood, logits.argmax(dim=-1) == label))
     return TokenScores(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def label_likelihoods(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softcap: float | None,
+    chunk_tokens: int = 8192,
+    ranks: TensorRanks | None = None,
+) -> Tensor:
+    """Log-likelihood of the label of each token in nats, [n], with gradients. Logits are computed again for the backward pass, a
+    chunk at a time. hidden: [n, d_model]; labels: [n]; weight: as PlainLoss."""
+
+    def chunk(x: Tensor, label: Tensor) -> Tensor:
+        logits = F.linear(x, weight)
+        logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+        if ranks is None:
+            return -F.cross_entropy(logits, label, reduction="none")
+        log_z, picked = _log_z_and_picked(logits, label, ranks)
+        return picked - log_z
+
+    parts = zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+    found: list[Tensor] = [checkpoint(chunk, x, label, use_reentrant=False) for x, label in parts]  # type: ignore[misc]
+    return torch.cat(found)
 
 
 def all_logits(hidden: Tensor, weight: Tensor, ranks: TensorRanks | None = None) -> Tensor:

@@ -6,8 +6,6 @@
 `m*6 (s+m m*5)*7` is six layers of block m, then seven times: one m fed by shared block s, five m.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

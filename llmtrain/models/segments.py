@@ -4,8 +4,6 @@ A sequence is cut into 2 * size segments of equal length, and rank r holds segme
 an early segment is little work and a late one much, so that all ranks have the same. Every layer sees this order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parts of parameters: what a process holds of each one, as tensor parallelism and then FSDP2 divide it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -8,8 +8,6 @@ So the gradient of a parameter's part that a single rank holds is complete. Of w
 sum, B and C or keys and values with fewer groups than ranks) each has a summand: see train/ranks/tensor_gradients.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -1,21 +1,21 @@
 """Objectives: what turns a model's outputs into the loss that training minimises."""
 
-from __future__ import annotations
-
-import importlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.config import LossConfig
 from llmtrain.models.context import Context
 from llmtrain.models.loss import LossOutput
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.objectives.sections import ObjectiveSection
 
+Result = TypeVar("Result")
 Batch = Mapping[str, Any]
 """Tensors of llmtrain.data.loader.batches.Batch, on the CPU or a device."""
 
@@ -30,34 +30,52 @@ class Outputs:
     head: Tensor
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A loss over batches. `input_ids` and `document_ids`, where there are any, are read by the model."""
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Tensors of a batch that `loss` reads."""
-        ...
 
+    @abstractmethod
     def count(self, batch: Batch) -> int:
         """Units of a batch in host memory over which `loss` is a mean: the weight of a microbatch, and of a rank's part."""
-        ...
 
+    def further_counts(self, batch: Batch) -> tuple[int, ...]:
+        """Other numbers of a batch in host memory that `loss` divides by. Each microbatch of a step has the sums over all of them
+        and all ranks as `step_counts`, ints, that of `count` first."""
+        return ()
+
+    @property
+    def has_step_sums(self) -> bool:
+        """`loss` needs `step_sums` over all microbatches of a step and all ranks: a pass without gradients comes before them."""
+        return False
+
+    def step_sums(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """Sums of a microbatch, [n]. All microbatches then have the sum as `step_sums`."""
+        raise NotImplementedError
+
+    @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """The mean over the batch's units, as are its terms. Within one call of the model, where FSDP2 has gathered the head."""
-        ...
 
+    @abstractmethod
+    def example(self, tokens: Tensor) -> dict[str, Tensor]:
+        """`columns` of a batch of these tokens [batch, T], to measure time and memory with."""
+
+    @abstractmethod
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
         """Metrics of validation by name. streams: sample ids of each validation stream that gets metrics of its own."""
-        ...
 
+    @abstractmethod
     def update(self, metric: Metric, batch: Batch, output: LossOutput) -> None:
         """Add a batch of validation, and its loss, to one of `metrics`."""
-        ...
 
 
-def build_objective(config: LossConfig, name: str = "next_token") -> Objective:
-    """The objective of the module `llmtrain.objectives.NAME`."""
-    return importlib.import_module(f"llmtrain.objectives.{name}").build(config)
+def build_objective(section: ObjectiveSection) -> Objective:
+    """The objective of a section."""
+    return section.load_implementation()(section)
 
 
 def compute_loss(
@@ -69,7 +87,20 @@ def compute_loss(
 
 def loss_in(context: Context, model: CausalLM, objective: Objective, batch: Batch) -> LossOutput:
     """The same in a context that the caller has made."""
-    output = model(
-        batch["input_ids"], context, lambda hidden, head: objective.loss(Outputs(model, hidden, head), batch)
-    )
-    return context.with_attached(output)
+    return context.with_attached(_computed(context, model, batch, objective.loss))
+
+
+@torch.no_grad()
+def without_gradient(
+    model: CausalLM,
+    batch: Batch,
+    compute: Callable[[Outputs, Batch], Result],
+    segments: ContextParallelRanks | None = None,
+) -> Result:
+    """Something else of a model's results for a batch on its device."""
+    context = model.context(batch["input_ids"], batch.get("document_ids"), segments)
+    return _computed(context, model, batch, compute)
+
+
+def _computed(context: Context, model: CausalLM, batch: Batch, compute: Callable[[Outputs, Batch], Result]) -> Result:
+    return model(batch["input_ids"], context, lambda hidden, head: compute(Outputs(model, hidden, head), batch))

@@ -1,29 +1,27 @@
 """Prediction of each next token: the cross entropy of pretraining, and its validation in nats per token and bits per byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torchmetrics import Metric
 
-from llmtrain.models.config import LossConfig
 from llmtrain.models.loss import IGNORE, LossOutput
-from llmtrain.objectives.base import Batch, Outputs
-
-
-def build(config: LossConfig) -> NextToken:
-    return NextToken(config)
+from llmtrain.objectives.base import Batch, Objective, Outputs
+from llmtrain.objectives.sections import NextTokenSection
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(Objective):
     """Cross entropy of `labels` [batch, T], IGNORE where there is none, plus the z-loss of train.loss."""
 
-    config: LossConfig
-    columns = ("labels",)
+    section: NextTokenSection = NextTokenSection()  # noqa: RUF009 (frozen)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("labels",)
 
     def count(self, batch: Batch) -> int:
         """Labelled tokens: as the loader's processes counted them, or else counted here, which takes some 6 ms of CPU time for
@@ -33,6 +31,9 @@ class NextToken:
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         return outputs.model.cross_entropy(outputs.hidden, outputs.head, batch["labels"])
+
+    def example(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"labels": tokens}
 
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
         """`cross_entropy` and `bits_per_byte`, and both for each stream, as `STREAM/cross_entropy`."""

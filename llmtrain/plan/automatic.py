@@ -7,8 +7,6 @@ step where that fits (not measured). Recomputation costs more than any of them, 
 `Candidate.time`. No torch here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.flops.units import binary

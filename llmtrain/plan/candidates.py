@@ -5,8 +5,6 @@ A dimension is a setting with the values that it may take: any, where the config
 advice, those that take less memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

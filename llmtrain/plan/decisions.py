@@ -1,8 +1,6 @@
 """Everything that a run decides where its config leaves it open (`auto`, or null where that stands for a choice): for
 RUN/resolved.json and `llmtrain describe`. docs/auto.md lists the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

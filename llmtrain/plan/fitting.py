@@ -1,7 +1,5 @@
 """Settings by which a run would fit a GPU's memory, by the estimate of memory.py. No torch here."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

@@ -34,8 +34,6 @@ the kind `kernels` the latter alone. Where sharding or checkpointing is
 `auto`, the estimate is that of full sharding and of no checkpointing; automatic.py resolves them by it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 

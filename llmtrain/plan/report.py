@@ -1,19 +1,20 @@
 """`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from llmtrain.flops.units import binary, decimal, duration, share, significant
-from llmtrain.plan.describe import Description, Float8Description
+from llmtrain.plan.describe import Description
 from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
+from llmtrain.start import cost_of_start
 
 
 def print_description(
@@ -71,6 +72,7 @@ def print_description(
     console.print(_run(d, config, points))
     if d.schedule is not None:
         console.print(f"learning rate: {d.schedule}")
+    console.print(f"start: {cost_of_start(Path(config.run_dir))}", soft_wrap=True)
     if d.speed is None:
         _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
 

@@ -21,8 +21,6 @@ of Zamba2-2.7B's, of more and smaller kernels. With graphs, which ranks of one n
 what the communication leaves, within 1 % (2026-11-26; BENCHMARKS.md, "More GPUs", has every measurement beside its prediction).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

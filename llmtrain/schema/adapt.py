@@ -1,28 +1,17 @@
 """The `adapt` section of the YAML: changes to a model, such as adapters beside frozen weights. No torch here."""
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from llmtrain.config.base import PositiveFloat, Probability, Problem, Section, Width
+from llmtrain.models.sections.feed_forward import ImplementedSection
 
 
-class AdaptationSection(Section):
-    """Settings of one change to the model.
-
-    implementation: "module:Class" of its Converter (adapt/base.py), imported when a model is built.
-    """
-
-    implementation: ClassVar[str]
-
-    def load_implementation(self) -> Any:
-        module, _, name = self.implementation.partition(":")
-        return getattr(importlib.import_module(module), name)
+class AdaptationSection(ImplementedSection):
+    """Settings of one change to the model. implementation: of its Converter (adapt/base.py)."""
 
 
 class LoraGroup(Section):
@@ -81,9 +70,9 @@ class AdaptConfig(Section):
     linear layers in 4 bits (QLoRA, Dettmers et al., arXiv:2305.14314), which are widened for each product."""
 
     @property
-    def dropout(self) -> float:
-        """The largest that a change has."""
-        return 0.0 if self.lora is None else self.lora.dropout
+    def draws_in_training(self) -> bool:
+        """True if a change draws random numbers."""
+        return self.lora is not None and self.lora.dropout > 0
 
     def sections(self) -> list[AdaptationSection]:
         """Sections that are there, in order."""

@@ -11,6 +11,7 @@ from llmtrain.config.texts import LocalPath, RunName
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.sections.float8 import MULTIPLE
+from llmtrain.objectives.sections import NextTokenSection, ObjectiveConfig
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
@@ -41,6 +42,8 @@ class Config(Section):
     model: ModelConfig
     adapt: AdaptConfig | None = None
     """Changes to the model, such as adapters; the weights of init_from are those of the model without them."""
+    objective: ObjectiveConfig = NextTokenSection()
+    """The loss that is minimised: `next_token`, or a mapping with a type and its settings."""
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -72,9 +75,10 @@ class Config(Section):
             yield Problem("adapt", {}, "names no change to the model; leave it out")
         yield from self._nf4_problems()
         yield from self._folder_problems()
+        yield from self._objective_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
-        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.dropout)):
+        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.draws_in_training)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
         yield from self._checkpointing_problems()
@@ -95,6 +99,20 @@ class Config(Section):
                     "run_dir", self.run_dir, f"is in a folder of shards ({path}: {folder}); choose a place apart"
                 )
                 return
+
+    def _objective_problems(self) -> Iterator[Problem]:
+        """Forms of training that the objective does not have."""
+        train, objective = self.train, self.objective
+        if train.cuda_graphs == "on" and (reason := objective.cuda_graphs_refusal):
+            yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
+        if train.parallel.context > 1 and (reason := objective.context_refusal):
+            yield Problem("train.parallel.context", train.parallel.context, f"{reason}; use 1")
+        if train.loss.z_loss and not objective.has_z_loss:
+            text = f"has no effect on objective: {objective.type}; use 0"
+            yield Problem("train.loss.z_loss", train.loss.z_loss, text)
+        if objective.needs_documents and not self.data.mask_documents:
+            text = f"a sample of objective: {objective.type_name} holds several answers, which must not see each other; use true"
+            yield Problem("data.mask_documents", False, text)
 
     def _context_problems(self) -> Iterator[Problem]:
         """Settings under which ranks cannot share sequences."""
@@ -200,9 +218,9 @@ class Config(Section):
         return size * (self.data.seq_len + -self.data.seq_len % (2 * context)) // context
 
     @property
-    def dropout(self) -> float:
-        """The largest that the model or a change to it has."""
-        return max(self.model.dropout, 0.0 if self.adapt is None else self.adapt.dropout)
+    def draws_in_training(self) -> bool:
+        """True if layers draw random numbers."""
+        return self.model.draws_in_training or (self.adapt is not None and self.adapt.draws_in_training)
 
     @property
     def tokens_per_step(self) -> int:

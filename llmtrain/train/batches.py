@@ -1,7 +1,5 @@
 """A rank's part of a batch, and its microbatches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,17 +19,20 @@ def microbatches(
     ranks: TensorRanks | None = None,
 ) -> list[dict[str, Any]]:
     """This rank's part of a batch in pieces of `size` samples, each with the number of its labels (Objective.count) as `n_labels`,
-    an int, in place of the batch's `label_counts`: once a microbatch is on the GPU, counting would wait for the device.
+    an int, in place of the batch's `label_counts`, and what it counts beside as `step_counts` (Step has their sums there): once a
+    microbatch is on the GPU, counting would wait for the device.
     """
     if segments is not None or ranks is not None:
         batch = own_part(batch, segments, ranks)
     parts = [
         {key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["sample_ids"]), size)
     ]
-    return [
-        {key: value for key, value in part.items() if key != "label_counts"} | {"n_labels": objective.count(part)}
-        for part in parts
-    ]
+    found = []
+    for part in parts:
+        count = objective.count(part)
+        counts = {"n_labels": count, "step_counts": (count, *objective.further_counts(part))}
+        found.append({key: value for key, value in part.items() if key != "label_counts"} | counts)
+    return found
 
 
 def own_part(

@@ -1,7 +1,5 @@
 """Everything that a rank trains: its part of the model, what `auto` stands for, the optimizer and CUDA graphs, from the config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,8 +21,8 @@ from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.base import Objective, build_objective
 from llmtrain.plan.automatic import resolve_auto
-from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes
+from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.train.callbacks.throughput import TokenCost, token_cost
 from llmtrain.train.callbacks.weight_average import WeightAverage
@@ -89,7 +87,7 @@ def build(config: Config, world: World, device: torch.device) -> Training:
     with torch.device("meta"):
         model = HybridLM(config.model, dtype=getattr(torch, train.dtype), documents=config.data.mask_documents)
     require_same_kernels(model.chosen_kernels(), world)
-    causal_lm, objective = CausalLM(model, train.loss), build_objective(train.loss)
+    causal_lm, objective = CausalLM(model, train.loss), build_objective(config.objective)
     plain, sizes = dict(model.named_parameters()), parameter_sizes(config)
     resolved = resolved_config(config, sizes, world, device)
     # Before checkpointing wraps the layers.

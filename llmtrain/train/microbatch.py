@@ -6,8 +6,6 @@ tried. All ranks take the same decisions, also where only some of them run out o
 trial is timed by them.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json
@@ -242,10 +240,11 @@ def _attempt(
     size, once = config.train.least_microbatch, config.train.sharding.sync_every_microbatch is False
     local = config.microbatch_tokens(1)
     tokens = (torch.arange(size * local, device=device) % config.model.vocab_size).view(size, local)
-    batch = {"input_ids": tokens} | dict.fromkeys(objective.columns, tokens)
+    batch = {"input_ids": tokens}
     if config.data.mask_documents:
         whole = local * (segments.size if segments else 1)
         batch["document_ids"] = torch.zeros(size, whole, dtype=torch.int64, device=device)
+    batch |= objective.example(tokens)
     seconds, fits, agreeing = 0.0, True, True
 
     def backward_pass(repeat: int) -> None:

@@ -67,7 +67,7 @@ def parallelize(
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = set[str]().union(*(converter.saved_ops() for converter in changes))
     checkpoint_activations(
-        model.hybrid, config.activation_checkpointing, kept, draws=adapt is not None and adapt.dropout > 0
+        model.hybrid, config.activation_checkpointing, kept, draws=adapt is not None and adapt.draws_in_training
     )
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
@@ -107,7 +107,7 @@ def checkpoint_activations(
     for i, block in enumerate(model.blocks):
         if not config.recomputes(i):
             continue
-        options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0 or draws}
+        options: dict[str, Any] = {"preserve_rng_state": model.config.draws_in_training or draws}
         if config.type in ("kernels", "selective"):
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.objectives.base import Batch, Objective, compute_loss
+from llmtrain.objectives.base import Batch, Objective, compute_loss, without_gradient
 from llmtrain.schema.training import Sharding
 from llmtrain.train.batches import microbatches
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss
@@ -92,8 +92,12 @@ class Step:
         """Add the gradients of a batch, the same for all ranks of a context- or tensor-parallel group, to those of the parameters.
         Every rank calls it."""
         parts = microbatches(batch, self.size, self.objective, self.segments, self.model.hybrid.ranks)
-        [labels] = summed(self.group, sum(part["n_labels"] for part in parts))
+        labels, *further = summed(self.group, *map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
         mean, marks = labels / dist.get_world_size(), self.graphs is None or not self.graphs.microbatches
+        for part in parts:
+            part["step_counts"] = (labels, *further)
+        if self.objective.has_step_sums:
+            self._add_step_sums(parts)
         losses: dict[str, Tensor] = {}
         if self.model.hybrid.losses is not None:
             self.model.hybrid.losses.reset()
@@ -107,6 +111,18 @@ class Step:
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
         attached = self.model.hybrid.losses
         return StepResult(losses if attached is None else losses | attached.terms)
+
+    def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
+        """Give every microbatch the sums of Objective.step_sums."""
+        self.sync.mark(False)
+        sums = [
+            without_gradient(self.model, to_device(part, self.model.device), self.objective.step_sums, self.segments)
+            for part in parts
+        ]
+        total = torch.stack(sums).sum(0)
+        dist.all_reduce(total)
+        for part in parts:
+            part["step_sums"] = total
 
     def _microbatch(self, batch: Batch, weight: float, observe: Observer) -> dict[str, Tensor]:
         """The weighted losses. Nothing keeps the autograd graph longer: its nodes remember the stream that they ran on, for which

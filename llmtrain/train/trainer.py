@@ -1,7 +1,5 @@
 """Composer's trainer, with a host that stays ahead of the GPU between steps."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections.abc import Iterator
@@ -24,8 +22,8 @@ class StepTrainer(Trainer):
     the GPU has nothing to do. Here losses are read with Stability's figures, before the optimizer is launched, and ranks exchange
     numbers in host memory; what comes between two steps, and the launches of the next one, run beside the optimizer's kernels.
 
-    Losses are logged as Composer does: means over ranks of each rank's part. Every rank must have one. step: forward and
-    backward passes, in place of Composer's.
+    Losses are logged as Composer does: means over ranks of each rank's part; names with a /, rewards/chosen, as they are. Every
+    rank must have one. step: forward and backward passes, in place of Composer's.
     """
 
     def __init__(self, step: Step, **settings: Any):
@@ -53,7 +51,8 @@ class StepTrainer(Trainer):
             arrived.synchronize()
         optimizer.step()
         state.total_loss_dict = {
-            f"loss/train/{name}": total / ranks for name, total in zip(found, sums.tolist(), strict=True)
+            name if "/" in name else f"loss/train/{name}": total / ranks
+            for name, total in zip(found, sums.tolist(), strict=True)
         }
         self.first_train_batch_complete = True
         self.logger.log_metrics({"trainer/device_train_microbatch_size": self._step.size})

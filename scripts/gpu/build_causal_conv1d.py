@@ -7,8 +7,6 @@ PYTHONPATH. The kernels are the package's own; its other types and widths are re
 measured by mistake. The whole package takes five minutes on 16 cores, this half a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

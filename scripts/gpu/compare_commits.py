@@ -11,8 +11,6 @@ FOLDER/runs.json has every run that is done. The same command again makes only t
 that has changed begins anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

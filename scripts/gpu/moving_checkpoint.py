@@ -13,8 +13,6 @@ runs are whole and saw the same samples. A leg is written
 end. Without GPUs every leg runs on CPU processes, which is good for a try: add model.d_model=64 and the like.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """`llmtrain check`: a good config gets one line, a bad one a clear message per mistake and exit code 2."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -11,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
@@ -72,178 +71,8 @@ def test_tokens_are_shown_as_steps(check):
     assert "; 62 steps of" in text  # 1e6 / (64 * 256) = 61.04, rounded up
 
 
-# The mistake (text of GOOD -> what stands there instead), then the path, the place and the message to expect.
-MISTAKES = {
-    "misspelt nested key": (
-        "d_state: 16",
-        "d_stat: 16",
-        "model.blocks.m.d_stat",
-        7,
-        "unknown key; did you mean d_state?",
-    ),
-    "misspelt section": ("optimizer:", "optimiser:", "optimiser", 17, "unknown key; did you mean optimizer?"),
-    "misspelt required key": ("d_model:", "dmodel:", "model.dmodel", 4, "unknown key; did you mean d_model?"),
-    "key of another section": (
-        "  duration:",
-        "  betas: [0.9, 0.95]\n  duration:",
-        "train.betas",
-        14,
-        "unknown key here; did you mean optimizer.betas?",
-    ),
-    "missing key": (
-        "  lr: 1e-3",
-        "  eps: 1e-8",
-        "optimizer.lr",
-        17,
-        "missing; expected a number above 0 and at most 10",
-    ),
-    "heads do not divide d_model": (
-        "n_heads: 4",
-        "n_heads: 5",
-        "model.blocks.a.n_heads",
-        8,
-        "5: must divide d_model = 128, or head_dim must be given",
-    ),
-    "d_model does not hold whole heads": (
-        "head_dim: 32",
-        "head_dim: 48",
-        "model.blocks.m.head_dim",
-        7,
-        "48: must divide expand * d_model = 256",
-    ),
-    "unknown backend": (
-        "n_heads: 4,",
-        "n_heads: 4, backend: sdpa:flsh,",
-        "model.blocks.a.backend",
-        8,
-        "found 'sdpa:flsh'; did you mean sdpa:flash or ",
-    ),
-    "backend without ALiBi": (
-        "n_heads: 4,",
-        "n_heads: 4, backend: sdpa:flash,",
-        "model.blocks.a.backend",
-        8,
-        "flash kernel has no ALiBi",
-    ),
-    "backend that sees across documents": (
-        "position: {type: alibi}, mlp: {type: gelu, d_ff: 256}}\n  layers: m*2 (m a)*2\ndata:\n",
-        "backend: sdpa, mlp: {type: gelu, d_ff: 256}}\n  layers: m*2 (m a)*2\ndata:\n  mask_documents: true\n",
-        "model.blocks.a.backend",
-        8,
-        "no document mask",
-    ),
-    "unknown block type": ("mamba2", "mamba", "model.blocks.m.type", 7, "'mamba': unknown type; did you mean mamba2?"),
-    "block that is not defined": (
-        "(m a)*2",
-        "(m a b)*2",
-        "model.layers",
-        9,
-        "'b': no such block; model.blocks has a, m",
-    ),
-    "block that is not used": ("(m a)*2", "m*2", "model.blocks.a", 8, "is defined but never used in model.layers"),
-    "pattern never closed": ("(m a)*2", "(m a", "model.layers", 9, "the '(' at character 5 is never closed"),
-    "not an integer": (
-        "vocab_size: 512\n",
-        "vocab_size: ten\n",
-        "model.vocab_size",
-        3,
-        "expected an integer above 0 and at most 16777216, found 'ten' (a string)",
-    ),
-    "quoted number": (
-        "d_model: 128",
-        'd_model: "128"',
-        "model.d_model",
-        4,
-        "found '128' (a string); leave out the quotes",
-    ),
-    "float for integer": (
-        "vocab_size: 512\n",
-        "vocab_size: 1e3\n",
-        "model.vocab_size",
-        3,
-        "found 1000.0 (a number); write 1000",
-    ),
-    "true for integer": (
-        "n_heads: 4",
-        "n_heads: true",
-        "model.blocks.a.n_heads",
-        8,
-        "expected an integer above 0 and at most 131072, found true",
-    ),
-    "negative": ("lr: 1e-3", "lr: -1e-3", "optimizer.lr", 18, "expected a number above 0 and at most 10, found -0.001"),
-    "infinite": (
-        "lr: 1e-3",
-        "lr: .inf",
-        "optimizer.lr",
-        18,
-        "expected a number above 0 and at most 10, found Infinity",
-    ),
-    "yes for true": (
-        "type: gelu",
-        "bias: yes, type: gelu",
-        "model.blocks.a.mlp.bias",
-        8,
-        "found 'yes' (a string); write true",
-    ),
-    "duration without unit": ("300 steps", "300", "train.duration", 14, "expected a number and a unit"),
-    "microbatch does not divide": (
-        "batch_size: 8",
-        "batch_size: 7",
-        "train.microbatch_size",
-        16,
-        "7: must divide global_batch_size (64)",
-    ),
-    "sequence longer than the model's": (
-        "data:\n  seq_len: 256",
-        "data:\n  seq_len: 512",
-        "data.seq_len",
-        11,
-        "512: must not exceed model.max_seq_len (256)",
-    ),
-    "pair with one entry": (
-        "lr: 1e-3",
-        "lr: 1e-3\n  betas: [0.9]",
-        "optimizer.betas",
-        19,
-        "expected a list of 2 numbers, found 1",
-    ),
-    "empty section": ("  lr: 1e-3\n", "", "optimizer", 17, "expected a mapping with lr, found nothing"),
-    "setting without effect": (
-        "lr: 1e-3",
-        "lr: 1e-3\nschedule: {type: constant, final_lr_fraction: 0.1}",
-        "schedule.final_lr_fraction",
-        19,
-        "0.1: has no effect",
-    ),
-    "interpolation of nothing": (
-        "${data.seq_len}",
-        "${data.seqlen}",
-        "data.prepare.seq_len",
-        12,
-        "there is no 'data.seqlen' to refer to; did you mean ${data.seq_len}?",
-    ),
-    "unset environment variable": (
-        "out: shards",
-        "out: '${oc.env:LLMTRAIN_NOT_SET}'",
-        "data.prepare.out",
-        12,
-        "environment variable 'LLMTRAIN_NOT_SET' not found",
-    ),
-    "same key twice": (
-        "  vocab_size: 512\n",
-        "  vocab_size: 512\n  vocab_size: 512\n",
-        "model.vocab_size",
-        4,
-        "given twice, first on line 3",
-    ),
-    "missing data folder": (
-        '  prepare: {sources: [stdlib], out: shards, vocab_size: 512, seq_len: "${data.seq_len}"}',
-        "  train: {streams: {books: {local: nowhere}}}",
-        "data.train.streams.books.local",
-        12,
-        "nowhere does not exist",
-    ),
-}
+# By name: text of GOOD, what stands there instead, path, line and message to expect.
+MISTAKES = yaml.safe_load((Path(__file__).parents[1] / "data/mistakes.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,16 +1,11 @@
 """Sums in fp32 of tensors in 16 bits are PyTorch's, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from llmtrain.kernels.accumulate import accumulate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

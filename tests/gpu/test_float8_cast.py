@@ -1,7 +1,5 @@
 """Casts to float8 as they are compiled: bit by bit those of PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gradient of gated units as it is compiled, and within a compiled MLP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

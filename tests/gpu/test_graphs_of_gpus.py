@@ -1,8 +1,6 @@
 """CUDA graphs over two GPUs, by the command that a user types: around validation, checkpoints, a resumption and the search for a
 microbatch, losses are those of a run without. Ranks of a CPU: tests/distributed/test_graphs_of_ranks.py."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cases of test_mamba_parts_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Cases of test_segment_mixer.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading on from a cache says what a full forward pass says, for every kind of layer and any padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

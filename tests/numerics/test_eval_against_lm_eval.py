@@ -3,8 +3,6 @@
 The requests' token ids are compared in test_eval_lm_eval; here, the models' responses.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -211,9 +209,7 @@ def compare_metrics(metrics: Metrics, theirs: dict[str, Any]) -> None:
 
 
 def compare_documents(
-    per_document: Sequence[DocumentMetrics],
-    groups: Sequence[Sequence[dict[str, Any]]],
-    undecided: Collection[int] = (),
+    per_document: Sequence[DocumentMetrics], groups: Sequence[Sequence[dict[str, Any]]], undecided: Collection[int] = ()
 ) -> None:
     """Hits and texts, document by document. groups: the harness's samples, of each category, with one for each filter.
     undecided: documents to leave out."""

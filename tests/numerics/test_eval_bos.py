@@ -1,7 +1,5 @@
 """Texts that begin with BOS as written: one BOS, as in lm-evaluation-harness, whatever the kind of request and tokenizer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts in a chat template against lm-evaluation-harness: token ids, and metrics from the same log-likelihoods."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

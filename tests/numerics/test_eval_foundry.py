@@ -1,7 +1,5 @@
 """The LLM Foundry convention against tests/support/foundry_oracle.py: token ids and right answers."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -4,8 +4,6 @@ tests/data/foundry_generation.json holds what its classes give. With LLM_FOUNDRY
 tests/support/foundry_classes.py names) they are run again and compared with it; with LLM_FOUNDRY_WRITE=1 as well, it is written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

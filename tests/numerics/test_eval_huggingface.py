@@ -1,7 +1,5 @@
 """Scorer of transformers' models, and generation by both scorers, against one request at a time."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--model llmtrain` in lm-evaluation-harness: the answers of its own `hf` on the exported model."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

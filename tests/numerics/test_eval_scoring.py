@@ -1,7 +1,5 @@
 """Log-likelihoods against one plain forward pass per request, with sharing, batching and truncation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

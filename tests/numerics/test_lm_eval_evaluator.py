@@ -1,7 +1,5 @@
 """A folder of task files, whole, beside lm-evaluation-harness' own evaluator: names, groups, code that shuffles, scores."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

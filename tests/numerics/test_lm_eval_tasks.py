@@ -3,8 +3,6 @@
 A stand-in answers for the model on both sides; test_lm_eval_task_models has real ones.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

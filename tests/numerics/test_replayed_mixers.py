@@ -1,7 +1,5 @@
 """A mixer with neither cache nor prefix form trains, decodes and is scored as a full forward pass would."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

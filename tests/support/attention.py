@@ -1,7 +1,5 @@
 """Cases of the attention kernels and what they must give, shared by the tests in Triton's interpreter and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -9,8 +9,6 @@ An archive holds a project folder: shards, a tokenizer, three tasks, and for eac
 at step 4 of 8 on as many ranks as RANKS says; expected.json holds what that llmtrain makes of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How far two ways to compute a number may be apart: by the rounding of its terms."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ all that it calls, the types and alignment of its arguments, its constants and t
 code of the host change nothing, as long as the same kernels are launched in the same way.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import hashlib

@@ -4,8 +4,6 @@ A fenced block with a language is one of three: a new file (the line before it i
 and a ``diff`` block), or commands (``sh``). Hunks of an edit are separated by `@@` lines. A fence without a language is prose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Running `llmtrain export` and `import`, and small models as transformers publishes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the Dockerfile's targets copy from the checkout."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shutil

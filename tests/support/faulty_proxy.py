@@ -1,7 +1,5 @@
 """An HTTP proxy that fails: some of the requests, or a connection in the middle of what it carries."""
 
-from __future__ import annotations
-
 import http.client
 import random
 import threading

@@ -1,7 +1,5 @@
 """An S3 server over a folder, to read from, slow or failing: `python -m tests.support.folder_store FOLDER --delay 0.05`."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

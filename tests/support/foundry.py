@@ -1,7 +1,5 @@
 """YAMLs in LLM Foundry's format, written for these tests, and what `llmtrain migrate` makes of them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

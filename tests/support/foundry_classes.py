@@ -3,8 +3,6 @@
 The package itself does not install beside ours; its two modules for evaluation need little of it, which is stubbed here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

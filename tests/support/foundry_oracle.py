@@ -4,8 +4,6 @@ It shares no code with llmtrain.eval and keeps to one function per type of task,
 A request is (context ids, continuation ids), or (context ids, most new tokens) where text is generated.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -1,7 +1,5 @@
 """A mixer without a cache for decoding and without a form for shared prefixes, in a model's config."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """A gauge for the search of a microbatch's size without a GPU."""
 
-from __future__ import annotations
-
 import time
 
 from llmtrain.train import microbatch

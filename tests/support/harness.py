@@ -1,7 +1,5 @@
 """lm-evaluation-harness with the stand-in for a model: its tasks, its tokenisation, its metrics; no network, no weights."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, cast

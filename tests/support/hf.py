@@ -1,7 +1,5 @@
 """Random small models of transformers, ours made from them, and how far the two are apart."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Tokenizers of three kinds, a stand-in for a model, and paths of the public task files."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

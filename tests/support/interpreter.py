@@ -1,7 +1,5 @@
 """Triton's interpreter: tests of kernels in a process in which it serves, faster than it comes."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import gc

@@ -1,8 +1,6 @@
 """Inputs (of kernels/OPERATION/operation.py), outcomes and comparisons of kernels, shared by the tests on a CPU, in Triton's
 interpreter and on a GPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Tensors are on the device `meta`, and Triton's kernels are not launched.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

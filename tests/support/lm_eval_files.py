@@ -3,8 +3,6 @@
 FILES: path below lm_eval/tasks -> function of (rng, number) that makes one record.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

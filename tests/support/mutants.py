@@ -1,7 +1,5 @@
 """Mutants of YAML files: one to three changes of a good file, most of which make it a bad one."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Sequence
@@ -223,7 +221,7 @@ _TREE: list[Callable[[random.Random, Any, Sequence[str]], None]] = [
         _graft,
         _nest,
         _refer,
-    ),
+    )
 ]
 
 

@@ -1,7 +1,5 @@
 """A package index (PEP 503 in JSON, PEP 691) of some wheels, which refuses what public indexes refuse."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

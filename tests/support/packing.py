@@ -1,7 +1,5 @@
 """Packed batches, and what a model must make of them: the same as of their documents one by one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

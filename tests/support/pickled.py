@@ -1,7 +1,5 @@
 """What a pickle must not do when it is met."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Packed requests that share prefixes, for the kernels of the convolution and the scan; expected results, request by request."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What `llmtrain prepare` has written, read by StreamingDataset's own reader."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's folder: run.yaml, commands run in it, and what they leave running."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

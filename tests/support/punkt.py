@@ -1,7 +1,5 @@
 """Small stand-in for nltk's data punkt_tab, which would be downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FILES = {

@@ -1,7 +1,5 @@
 """Small random models of transformers, saved with a tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

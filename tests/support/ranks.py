@@ -1,7 +1,5 @@
 """Processes that act as the ranks of a run, and stay for many tests: importing Composer takes many seconds."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

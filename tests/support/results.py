@@ -1,7 +1,5 @@
 """Folders of results without a model: answers that are made up, written as `llmtrain eval` writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random rotary positions of config.json, scaled in every way that is read."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training runs inside ranks, observed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

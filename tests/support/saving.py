@@ -1,7 +1,5 @@
 """A process that saves without end until it is killed: the victim of tests/distributed/test_kill.py."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests with shared prefixes of several kinds, and their log-likelihoods by one plain forward pass each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Selection of the cases of a long list that run by default: the rest is marked slow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

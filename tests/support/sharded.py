@@ -1,7 +1,5 @@
 """A small model sharded over the ranks of a test, and what to compare of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Losses and gradients of a model whose sequences or layers ranks share, beside those of one rank."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """A SLURM of one node, made of stand-ins for its commands."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """Inputs of the kernels of cached decoding, shared by the tests on CPU, in Triton's interpreter and on a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

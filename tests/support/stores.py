@@ -1,7 +1,5 @@
 """Checkpoints of plain files, and an S3 server on this machine to bring them to."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Folders of task files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

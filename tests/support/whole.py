@@ -1,7 +1,5 @@
 """Tensors of a model in one piece, wherever the ranks of a test hold their parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

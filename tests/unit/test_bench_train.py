@@ -1,7 +1,5 @@
 """`llmtrain bench train`: the cases of a sweep, what is measured again, and the figures; runs are made up."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

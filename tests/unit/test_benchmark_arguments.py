@@ -1,7 +1,5 @@
 """`python -m benchmarks NAME`: --help, and bad arguments refused before anything is computed; settings stand anywhere."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """BENCHMARKS.md and README's table of speeds are what the rows of benchmarks/results/ generate."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """README and docs: commands that exist, links that lead somewhere, figures that were measured."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

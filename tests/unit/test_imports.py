@@ -1,7 +1,5 @@
 """Every module imports, and every name that is imported from one of ours exists, in functions too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line of benchmarks loader."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.programs.data.loader import arguments

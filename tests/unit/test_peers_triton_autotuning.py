@@ -1,7 +1,5 @@
 """`benchmarks.peers.triton_autotuning`: all variants are compiled before any is measured, and the choice stays the autotuner's."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton")

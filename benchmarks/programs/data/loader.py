@@ -7,8 +7,6 @@ which is the least that any loader must do: read and widen to int64. In turn, so
 together are small, so that shards are fetched during the whole run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ in a virtual machine the first use of a page costs some 15 microseconds, whichev
 environment of their own: see peers/prepare.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

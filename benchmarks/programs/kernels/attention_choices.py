@@ -7,8 +7,6 @@ twice the least of its cell (a row without one is of a program that only timed).
 with ours, but at half to twice the heads and the same length and window, has that row's time by heads; its commit says from where.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import re

@@ -9,8 +9,6 @@ output and gradients against float64. What is to be compiled is compiled first, 
 is written as soon as it is measured, in order of value; the same command again measures what the file lacks.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import itertools

@@ -7,8 +7,6 @@ public kernel a cell counts as 1. Cells in which the backend was not measured ha
 BENCHMARKS.md.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import statistics

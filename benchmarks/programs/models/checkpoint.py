@@ -10,8 +10,6 @@ Prints each part's figures when it is done, in case a time limit ends the rest. 
 matter here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Measuring saves and resumes of one model, for `benchmarks checkpoint`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

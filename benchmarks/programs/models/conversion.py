@@ -10,8 +10,6 @@ number. The exit status is 1 if they differ, or a peak is above twice the larges
 `fallocate --dig-holes` is there: an 8B at 0.125 needs 40 GB instead of 81.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

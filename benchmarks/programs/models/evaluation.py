@@ -13,8 +13,6 @@ installed, and else in PyTorch, many times slower: the packages found are printe
 only llmtrain is measured. --out is rewritten after every task of the harness.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import statistics

@@ -11,8 +11,6 @@ others wait. OUT gets serving.json, rewritten after each model, serving.png, and
 of rows in which the first eight tokens (--same) are equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

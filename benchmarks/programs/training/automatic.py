@@ -9,8 +9,6 @@ each; --seconds ends the sweep, but not the two at the end, after so many. Each 
 they need at the start, beside each other.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

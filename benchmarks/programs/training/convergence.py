@@ -12,8 +12,6 @@ gets convergence.json, rewritten after each model, and convergence.png. A model 
 is then 1. SIGTERM ends all; what the model in training has reached is kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ they need meanwhile. What is measured is kept in OUT: the same command goes on. 
 of every single GPU's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

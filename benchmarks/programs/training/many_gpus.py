@@ -9,8 +9,6 @@ what they need; those of fewer GPUs run beside each other. A program that has no
 alone: speeds, MFU and peaks, beside torchtitan's speed and what `llmtrain describe` estimates of the memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -202,8 +200,8 @@ def estimated(result: dict[str, Any]) -> float | None:
     """GiB of each GPU by `llmtrain describe`; None on a device that is not known."""
     from llmtrain.flops.peaks import find_device
     from llmtrain.plan.automatic import resolve_auto
-    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.memory import estimate_memory
+    from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.schema.load import load_config
 
     device, gpus = find_device(result["gpu"]), result["gpus"]

@@ -7,8 +7,6 @@ model, kernels, compiled blocks, loss, optimizer, batch and clipping. The plain 
 weights, sums gradients in fp32, and feeds random tokens made beforehand: no loader, no trainer, no sharding, no logging.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -100,7 +98,7 @@ def plain_loop(config: Config, fullgraph: bool = True) -> Loop:
     if config.train.precision == "amp_bf16":
         model.cast(torch.bfloat16)
     causal_lm = CausalLM(model, config.train.loss)
-    objective = build_objective(config.train.loss)
+    objective = build_objective(config.objective)
     graphs = graphed_loss(config, causal_lm, objective, World(0, 1, 0, 1))
     copies = [p.data for p in model.parameters()]
     masters: list[torch.Tensor] = list(weights.parameters())

@@ -10,8 +10,6 @@ tokens that the ranks share, forward and backward, with its all-gather and with 
 the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU, for a try.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -76,8 +74,8 @@ def steps_of(
     import torch
 
     from llmtrain.models.hybrid import HybridLM
-    from llmtrain.plan.describe import parameter_sizes
     from llmtrain.plan.memory import estimate_memory
+    from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.train.callbacks.throughput import token_cost
 
     sizes = parameter_sizes(config)

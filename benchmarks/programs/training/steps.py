@@ -10,8 +10,6 @@ public scan does not trace, so that its layers are compiled around it. Beside a 
 until everything is launched, and the sum of the GPU's kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Cells of `llmtrain bench kernels`: one operation at one shape, by several contenders on the same tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The verb `llmtrain bench kernels`: compile everything in parallel, then measure one contender after the other."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

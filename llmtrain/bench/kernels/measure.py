@@ -1,7 +1,5 @@
 """Time, memory and error of one contender; peak rates of the machine."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Report of `bench kernels`: a Markdown table, JSON, and a picture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

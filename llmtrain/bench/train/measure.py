@@ -1,7 +1,5 @@
 """One run of a sweep: started, watched until it has made its steps, and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

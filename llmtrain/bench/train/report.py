@@ -1,7 +1,5 @@
 """The results of a sweep as a table with LLM Foundry's columns, as CSV and as a picture."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The verb `llmtrain bench tune`, from its arguments to the row in the table."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Processes that answer questions, one JSON line each: for work that can hang, crash, or leave its process useless."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checks of a request to `bench tune`, before anything is compiled, also where there is no GPU."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
@@ -35,8 +33,8 @@ def case_of(args: argparse.Namespace) -> dict[str, Any]:
         fields["variant"] = args.variant
     one = operation.tuned(args.operation)
     shape = one.shape(fields)
-    for name, parameter in inspect.signature(one.sized).parameters.items():
-        if parameter.annotation == "bool" and fields.get(name, 0) not in (0, 1):
+    for name, parameter in inspect.signature(one.sized, eval_str=True).parameters.items():
+        if parameter.annotation is bool and fields.get(name, 0) not in (0, 1):
             raise UserError(f"{_asked(args)}: {name} is 1, or left out")
     if reason := one.refusal(shape):
         raise UserError(f"{_asked(args)}: {reason}")

@@ -1,7 +1,5 @@
 """The search itself: compile candidates side by side, drop what fails or is wrong, time the rest, name the winners."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import subprocess

@@ -3,8 +3,6 @@
 `prepare` computes both from the text; `read_baselines` reads them from the manifest.
 """
 
-from __future__ import annotations
-
 import lzma
 import math
 import os

@@ -5,8 +5,6 @@ a gathering ends behind files whose names' hashes say so: so a file that is adde
 at most a few behind it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

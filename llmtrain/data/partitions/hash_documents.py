@@ -1,7 +1,5 @@
 """Hashing the documents of a partition: what `dedup` compares."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmtrain.data.partitions.cutting import Partition

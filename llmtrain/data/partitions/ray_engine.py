@@ -3,8 +3,6 @@
 Every node needs this package, the sources, and the folder that is written, or a store in its place. Ray is imported here alone.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -5,8 +5,6 @@ queue: so it may be killed at any moment. The pool of concurrent.futures hangs w
 has read the settings, which it is sent while it starts; that also has each worker start behind the imports of the one before.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

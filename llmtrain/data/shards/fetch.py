@@ -5,8 +5,6 @@ folder, of one job or of several, take turns at a shard by a lock in a file besi
 that ends, however it does; a holder that neither ends nor finishes is waited for for a limited time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -66,12 +64,7 @@ class Fetcher:
     patience: float = 600.0
 
     def prepare(
-        self,
-        number: int,
-        entry: dict[str, Any],
-        *,
-        wait: bool = True,
-        before: Callable[[], None] = lambda: None,
+        self, number: int, entry: dict[str, Any], *, wait: bool = True, before: Callable[[], None] = lambda: None
     ) -> None:
         """Have the unpacked file of a shard in the folder. entry: its own in the index. wait: for another process or thread that
         makes it; otherwise return while it does. before: called, with the shard locked, before it is made. Raises ShardError, or

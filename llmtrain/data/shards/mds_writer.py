@@ -1,8 +1,6 @@
 """Writing token samples as MDS shards, byte for byte as StreamingDataset's MDSWriter does, which imports torch in each process
 that writes and encodes one sample at a time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A shard is taken from the first place that has it, unpacked or packed, and compared with its index.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import tempfile

@@ -1,7 +1,5 @@
 """The format of a source file, recognised by its first bytes. The name decides only where the bytes leave a choice."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import os
@@ -9,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
+from llmtrain.config.regular_file import open_regular
 from llmtrain.data.sources.compression import (
     DAMAGES,
     EXTENSIONS,
@@ -95,7 +94,7 @@ def is_structured(path: str, text_key: str = "text") -> bool:
     """True if the content alone shows that a file holds records: Parquet, Arrow, JSON lines with `text_key`, any of them
     compressed."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             found = sniff(stream, "", text_key, from_folder=True)
     except (NotText, *DAMAGES):
         return False

@@ -1,7 +1,5 @@
 """Differences of averages over tasks: of a gauntlet's categories, and of lm-evaluation-harness's groups. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

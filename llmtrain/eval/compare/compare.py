@@ -1,7 +1,5 @@
 """Comparison of two models, from what both results keep of every document. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

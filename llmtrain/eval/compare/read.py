@@ -1,7 +1,5 @@
 """One model's side of a comparison, read from a folder of results. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

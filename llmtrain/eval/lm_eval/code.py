@@ -1,7 +1,5 @@
 """Python functions that a task file names by `!function`: imported only from folders that the user allows."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

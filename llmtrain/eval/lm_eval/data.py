@@ -4,8 +4,6 @@ The `datasets` library reads everything, as in the harness, so that a record has
 `process_docs` gets the Dataset that it was written for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`generation_kwargs` of lm-evaluation-harness: where an answer ends, and how its tokens are drawn. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

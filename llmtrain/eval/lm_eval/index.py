@@ -5,8 +5,6 @@ each file only the few lines are read that say what it is; the whole YAML is rea
 and for tasks that run. No code is imported, and no file is read that is a pipe or a device.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

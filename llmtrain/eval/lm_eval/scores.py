@@ -5,8 +5,6 @@ deviation of the first 1,000 of these draws, and of all of its 100 for BLEU, chr
 perplexities and the Brier score, where it draws too or gives none, it is of first order (report/metrics.py).
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -4,8 +4,6 @@ lm_eval renders them in a plain environment, in which a template reaches Python'
 and compiles each anew for every document. Here, a file without `!function` runs no code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -4,8 +4,6 @@ Values are those that lm-evaluation-harness reads: YAML 1.1, in which `no` is fa
 house's (config/yaml_text.py).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

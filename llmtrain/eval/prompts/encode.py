@@ -1,7 +1,5 @@
 """Tokenised requests from prompts, many at a time, because tokenizers run batches on all cores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

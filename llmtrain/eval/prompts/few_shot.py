@@ -4,8 +4,6 @@ One generator serves all documents in order, so a document's examples depend on 
 documents of a task have the same examples whether or not more follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TypeVar

@@ -10,8 +10,6 @@ separately; only the first gets special tokens. Details of the convention, as in
   their prelimiter comes before the example delimiter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from random import Random
 

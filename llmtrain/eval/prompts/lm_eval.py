@@ -5,8 +5,6 @@ second are the continuation's. White space at the end of the context is moved to
 becomes BOS, or EOS for tokenizers without BOS. A text that begins with BOS as written gets no second one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from random import Random
 

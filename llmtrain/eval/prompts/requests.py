@@ -1,7 +1,5 @@
 """Requests that a task makes of a model, and the model's responses. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

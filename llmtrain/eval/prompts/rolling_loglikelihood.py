@@ -3,8 +3,6 @@
 Each token is scored once, with as much context as fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from llmtrain.eval.errors import EvalError

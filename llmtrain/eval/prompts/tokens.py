@@ -1,7 +1,5 @@
 """Token ids of prompts as `transformers` makes them, by the tokenizers of `llmtrain.data`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Files that appear whole, and Markdown tables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,21 +3,11 @@
 Each of its filters sees every answer of a data set; here, one answer at a time.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence
 
-from llmtrain.eval.tasks.filters import (
-    AnyFilter,
-    Convert,
-    Extract,
-    ExtractChoice,
-    ExtractNumber,
-    Map,
-    SortedWords,
-)
+from llmtrain.eval.tasks.filters import AnyFilter, Convert, Extract, ExtractChoice, ExtractNumber, Map, SortedWords
 
 
 def apply_filters(

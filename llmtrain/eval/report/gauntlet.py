@@ -4,8 +4,6 @@ As in LLM Foundry's Eval Gauntlet: score = (accuracy - baseline) / (1 - baseline
 benchmarks, an average the plain mean of its categories. Unlike in LLM Foundry, a benchmark without a result is an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

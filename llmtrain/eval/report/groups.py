@@ -1,7 +1,5 @@
 """Groups of lm-evaluation-harness in results: their aggregated metrics above those of their tasks. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol

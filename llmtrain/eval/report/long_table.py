@@ -1,7 +1,5 @@
 """Results as a long table: one row per model, task, category and metric. Imports no torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any

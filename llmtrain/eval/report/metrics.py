@@ -1,7 +1,5 @@
 """Metrics over documents: each is a function of a weighted mean, with a standard error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

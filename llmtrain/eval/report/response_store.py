@@ -4,8 +4,6 @@ One file per model and set of requests, named by a digest of both, with one line
 answered, with its checksum. A line that was cut short by a kill, or is damaged, is left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

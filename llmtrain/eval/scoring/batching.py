@@ -1,7 +1,5 @@
 """Rows of tokens that fit the model's window, made from requests; and batches with little padding. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar

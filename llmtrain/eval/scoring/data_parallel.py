@@ -1,7 +1,5 @@
 """Data-parallel evaluation: the documents of one set of requests are divided among the ranks."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 FSDP all-gathers the weights in every forward pass, so all ranks must call the model equally often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

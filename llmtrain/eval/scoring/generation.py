@@ -1,7 +1,5 @@
 """Generated answers: decoding until a stop text, an end token or a number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 

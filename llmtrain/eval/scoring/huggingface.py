@@ -4,8 +4,6 @@ A prefix that requests share is read once if the model's cache holds only keys a
 the right.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Host work in steps, which is overlapped with GPU work: preparing the next task's requests while a GPU is busy."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator

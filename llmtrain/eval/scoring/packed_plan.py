@@ -5,8 +5,6 @@ There is no padding, and no cache is copied: attention and scans follow each seg
 (prefix_plan.py). Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Log-likelihoods of packed sequences (packed_plan.py) by a HybridLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ prefixes are cut to the length of the shortest, and the rest of the longer ones 
 token need no suffix: the logits after the question score each of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise

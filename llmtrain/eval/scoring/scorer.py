@@ -1,7 +1,5 @@
 """Scorer: the interface of models that answer requests, and its implementation by a HybridLM."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence

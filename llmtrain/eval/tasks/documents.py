@@ -1,7 +1,5 @@
 """Documents, made from records by a task's templates; errors name the record's file and line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

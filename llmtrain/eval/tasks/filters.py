@@ -3,8 +3,6 @@
 Types and settings are those of lm-evaluation-harness's filter_list, and of the filters that come with its BBH.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -91,10 +89,7 @@ class Convert(Filter):
     type: Literal["remove_whitespace", "lowercase", "uppercase"]
 
 
-AnyFilter = Annotated[
-    Extract | ExtractChoice | ExtractNumber | SortedWords | Map | Convert,
-    ByType("regex"),
-]
+AnyFilter = Annotated[Extract | ExtractChoice | ExtractNumber | SortedWords | Map | Convert, ByType("regex")]
 
 
 class _OneOrMore:
@@ -106,9 +101,7 @@ class _OneOrMore:
 
 
 Chain = Annotated[
-    list[AnyFilter],
-    BeforeValidator(lambda value: [value] if isinstance(value, dict | Filter) else value),
-    _OneOrMore(),
+    list[AnyFilter], BeforeValidator(lambda value: [value] if isinstance(value, dict | Filter) else value), _OneOrMore()
 ]
 """Filters in order; an empty chain leaves the text as it is."""
 

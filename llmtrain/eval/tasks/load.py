@@ -1,7 +1,5 @@
 """Task and gauntlet YAMLs: finding and decoding them, with all errors reported at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar

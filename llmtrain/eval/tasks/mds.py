@@ -1,7 +1,5 @@
 """Samples of MDS shards in order, one shard in memory at a time. Writes nothing: the folder may be read-only."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path

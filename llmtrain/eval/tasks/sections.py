@@ -1,7 +1,5 @@
 """Sections of a task's YAML: its source, its templates, and the settings of each convention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

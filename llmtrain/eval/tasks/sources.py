@@ -1,7 +1,5 @@
 """Records of a task with their locations, from local JSONL, a hub data set, MDS shards or a text file."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ that is one expression and nothing else, `"{{choices.text}}"`, keeps the value's
 are sandboxed: a task file from an untrusted source cannot reach the machine.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

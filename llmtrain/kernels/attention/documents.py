@@ -1,7 +1,5 @@
 """Packed sequences: the documents of a batch as one interval per token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

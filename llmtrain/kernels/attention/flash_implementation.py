@@ -3,8 +3,6 @@
 PyTorch has one answer per process, so kernels of two versions cannot stand side by side in one.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Attention of any queries to any keys under an additive bias, for reading a prompt into a cache. No gradients needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

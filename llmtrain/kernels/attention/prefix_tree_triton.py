@@ -4,8 +4,6 @@ Only for the tiles of queries that have an ancestor at a depth of the tree: the 
 The loop is the forward kernel's; the two log-sum-exps are the weights of the two results. No gradients.
 """
 
-from __future__ import annotations
-
 import functools
 
 import triton.language as tl
@@ -16,15 +14,7 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton import attend
 from llmtrain.kernels.attention.triton_forward import attend_tile
-from llmtrain.kernels.attention.triton_tiles import (
-    LOG2_E,
-    LOWEST,
-    load_rows,
-    parts_of,
-    store_rows,
-    tile_ranges,
-    zeros,
-)
+from llmtrain.kernels.attention.triton_tiles import LOG2_E, LOWEST, load_rows, parts_of, store_rows, tile_ranges, zeros
 from llmtrain.kernels.launch import jit
 
 _LOG2_E = 1.4426950408889634

@@ -4,8 +4,6 @@ The GPU variants call the kernel's own operator: F.scaled_dot_product_attention 
 kernel without a word, and the operator traces under torch.compile(fullgraph=True).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tuning space of the attention kernels: forward, dq and dkdv, each on its own."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

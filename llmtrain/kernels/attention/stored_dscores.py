@@ -7,8 +7,6 @@ head, multiplies dk = dS^T Q and dq = dS K. Sums over chunks are in fp32. Each e
 A chunk on the diagonal is multiplied whole though half of it is zeros: it has few keys, of as many heads as fill a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

@@ -4,20 +4,11 @@ Where heads are wide, sums of dq, dk and dv leave a program few registers, and e
 anew. Here a program keeps one sum, dv's, and what dq and dk are made of goes to memory.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from llmtrain.kernels.attention.triton_backward import _delta, _weights
-from llmtrain.kernels.attention.triton_tiles import (
-    LOG2_E,
-    dot_accumulate,
-    dot_transposed,
-    load_rows,
-    store_rows,
-    zeros,
-)
+from llmtrain.kernels.attention.triton_tiles import LOG2_E, dot_accumulate, dot_transposed, load_rows, store_rows, zeros
 from llmtrain.kernels.launch import jit
 
 

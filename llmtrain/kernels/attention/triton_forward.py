@@ -5,8 +5,6 @@ the largest score so far, the sum of exponentials relative to it and the sum of 
 q once, k and v once per tile of queries (from L2, mostly); writes the output and the log-sum-exp.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Launch parameters of the attention kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

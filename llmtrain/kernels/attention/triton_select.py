@@ -1,7 +1,5 @@
 """Choice of launch parameters of the attention kernels, from the tuning tables."""
 
-from __future__ import annotations
-
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
 from llmtrain.kernels.platform import Platform
@@ -12,14 +10,9 @@ _INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tes
 
 
 def choose(
-    kernel: Kernel,
-    head_dim: int,
-    dtype: str,
-    platform: Platform,
-    seq_len: int | None = None,
-    variant: str | None = None,
-    grouped: bool = False,
-) -> Launch:
+    kernel: Kernel, head_dim: int, dtype: str, platform: Platform, seq_len: int | None = None,
+    variant: str | None = None, grouped: bool = False,
+) -> Launch:  # fmt: skip
     """Launch parameters of the row that serves this shape.
 
     seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.

@@ -1,7 +1,5 @@
 """Causal depthwise convolution and SiLU by F.conv1d, which wants the sequence last."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Dao's causal_conv1d CUDA kernel, where the package is installed."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

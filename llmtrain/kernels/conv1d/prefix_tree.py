@@ -1,7 +1,5 @@
 """Convolution over a prefix tree (kernels/attention/prefix_tree.py): the tokens in each token's window."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 A token's window is gathered: its neighbours, or at the beginning of a segment the last tokens of the segment that it continues.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Causal depthwise convolution and SiLU as a sum of shifted copies. Channels stay last throughout."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

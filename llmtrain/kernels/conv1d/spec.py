@@ -1,7 +1,5 @@
 """Specification of the short causal convolution in front of Mamba-2's scan, and its backends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform

@@ -1,7 +1,5 @@
 """One token of the causal depthwise convolution and SiLU, in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

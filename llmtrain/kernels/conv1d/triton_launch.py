@@ -1,7 +1,5 @@
 """Launch parameters of the convolution's kernels."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Casts to float8 in PyTorch, as torchao rounds."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

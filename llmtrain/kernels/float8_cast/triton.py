@@ -5,8 +5,6 @@ channels in the forward pass and over tokens for the weight's gradient, so the i
 gradient. Each program casts a tile and writes it twice, in lines of at least 64 bytes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

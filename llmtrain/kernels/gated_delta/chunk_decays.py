@@ -1,7 +1,5 @@
 """Decays and documents of a chunk, as every kernel of the chunked gated delta rule needs them."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

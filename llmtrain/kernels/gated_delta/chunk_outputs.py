@@ -1,7 +1,5 @@
 """Outputs of tokens, from the state before their chunk and from what was written in the chunk; and all gradients of a chunk."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ before it have: e = x - A beta e, A_ij = (k_i . k_j) decay_ij for i > j. So e = 
 lower triangular; in the backward pass its transpose solves the same system in reverse. No division by beta, which may be 0.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

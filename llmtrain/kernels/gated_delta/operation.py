@@ -1,7 +1,5 @@
 """The gated delta rule as tests, doctor and bench see it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

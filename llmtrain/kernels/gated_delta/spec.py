@@ -1,7 +1,5 @@
 """Specification of the gated delta rule (Gated DeltaNet), and the backends that can serve it. No torch here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

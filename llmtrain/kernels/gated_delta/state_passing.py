@@ -4,8 +4,6 @@ A program has all keys of BV values. Keys beyond BK are a second half of their o
 registers than there are. What is multiplied transposed is loaded transposed, keys in both ways: only then are all loads pipelined.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """One token of the gated delta rule (Yang et al., arXiv:2412.06464), in plain PyTorch: the definition, line by line."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

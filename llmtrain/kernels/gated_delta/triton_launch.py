@@ -1,7 +1,5 @@
 """Launch parameters of the gated delta rule's kernels, which follow from the size of a head and the vendor. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec

@@ -1,7 +1,5 @@
 """state-spaces/mamba's Triton norm, where the mamba_ssm package is installed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The gated norm as tests, doctor, bench and tuning see it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

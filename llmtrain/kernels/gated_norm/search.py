@@ -1,7 +1,5 @@
 """Tuning space of the gated norm: forward and backward, each on its own."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Specification of Mamba-2's output norm, and its backends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform

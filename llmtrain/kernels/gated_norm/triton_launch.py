@@ -1,7 +1,5 @@
 """Launch parameters of the gated norm's kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels import row_tiles

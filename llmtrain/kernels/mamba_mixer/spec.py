@@ -1,7 +1,5 @@
 """Specification of the inside of a Mamba-2 mixer, between its two projections, as one operation. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.conv1d import spec as conv1d

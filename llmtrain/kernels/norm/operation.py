@@ -1,7 +1,5 @@
 """The residual norm as tests, doctor, bench and tuning see it: x + delta and its norm, as it stands in every block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Specification of the norm of a residual stream, and its backends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Rotary positions as tests, doctor, bench and tuning see them: queries and keys as slices of one projection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

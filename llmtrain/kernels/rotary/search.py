@@ -1,7 +1,5 @@
 """Tuning space of rotary positions: one kernel, run forward and backward."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Specification of rotary positions of queries and keys, and their backends. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform

@@ -1,7 +1,5 @@
 """Launch parameters of the rotary kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.options import Count, Options, Power, Warps

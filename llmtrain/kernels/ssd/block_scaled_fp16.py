@@ -5,8 +5,6 @@ products with them (docs/kernels.md). B and C are converted once, exactly except
 number.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Sums over the heads of one program stay in registers; sums over programs are taken in a fixed order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -9,8 +9,6 @@ So a matrix over pairs takes no exponentials, only a weight per row and per colu
 the same for all heads. Row and column sums come from one fp32 matrix, as there.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -22,19 +20,9 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
 def intra_chunk_halves_bwd(
-    dy: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    ddA_terms: Tensor,
-    dx: Tensor,
-    chunk: int,
-    precision: str,
-    launch: HeadLoopLaunch,
-    num_sms: int,
-) -> Tensor:
+    dy: Tensor, x: Tensor, B: Tensor, C: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, ddA_terms: Tensor,
+    dx: Tensor, chunk: int, precision: str, launch: HeadLoopLaunch, num_sms: int,
+) -> Tensor:  # fmt: skip
     """Add to dx and to the first two of `ddA_terms`, after intra_chunk_bwd.
 
     Returns dCB between the halves by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].

@@ -1,7 +1,5 @@
 """Mamba-2's scan as tests, doctor, bench and tuning see it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

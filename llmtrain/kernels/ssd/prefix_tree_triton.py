@@ -4,8 +4,6 @@ The arithmetic is that of triton_forward.py. Time steps are computed first, in a
 used, every thread would compute those of many tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Tuning space of the scan: every kernel alone at every chunk size, then the best of them together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace

@@ -5,8 +5,6 @@ the state before it is likewise own + decay d, with d that of the state after it
 every rank the states and gradients at its segments' borders; then the scan of triton.py runs as if the sequence were its own.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from llmtrain.kernels.ssd import split_heads, state_passing

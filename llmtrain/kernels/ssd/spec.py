@@ -1,7 +1,5 @@
 """Specification of a state-space-duality (Mamba-2) operation, and the backends that can serve it. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform

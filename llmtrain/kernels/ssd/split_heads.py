@@ -4,8 +4,6 @@ A head of 128 columns is two of 64 with the same dt, A and D. The kernels then h
 tokens where d_state is large too; the decays within chunks are computed once for each part.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

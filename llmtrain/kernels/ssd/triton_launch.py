@@ -1,7 +1,5 @@
 """Launch parameters of the SSD kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

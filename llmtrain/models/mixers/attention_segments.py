@@ -5,8 +5,6 @@ their log-sum-exps (kernels/attention/suffix.py). Only this rank's keys and valu
 the others' again, and sums their gradients over the ranks beside its last calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What must be known without importing torch (backends to check, the line in `desc
 block's section in the config instead: models/sections/block.py.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass

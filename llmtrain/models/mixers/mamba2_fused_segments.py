@@ -11,8 +11,6 @@ Saved for the backward: the inputs, the outputs of the convolution and of the sc
 states before the segments, and the weights by which each segment's state enters the others.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The causal convolution of a recurrent layer over segments of sequences that the ranks of a context-parallel group share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

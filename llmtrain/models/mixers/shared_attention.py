@@ -4,8 +4,6 @@ One SharedAttention serves many layers. What belongs to a single use (low-rank a
 behind the block) is that layer's SharedInput.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The tokens that a model reads on from a cache in one call, as every layer sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The section of an attention block, and the fields that a shared one has too. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal

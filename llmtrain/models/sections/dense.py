@@ -1,7 +1,5 @@
 """The section of the dense feed-forward layer. No torch here."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from llmtrain.config.base import PositiveFloat, Width

@@ -1,7 +1,5 @@
 """The `train.float8` section of the YAML. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

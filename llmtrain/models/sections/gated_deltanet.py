@@ -1,7 +1,5 @@
 """The section of a Gated DeltaNet block. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """The section of a Mamba-2 block. No torch here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """The section of Zamba2's shared attention block. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 

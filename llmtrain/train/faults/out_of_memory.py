@@ -1,16 +1,14 @@
 """The message for a user whose GPU ran out of memory."""
 
-from __future__ import annotations
-
 import torch
 
 from llmtrain.errors import UserError
 from llmtrain.flops.units import binary
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.candidates import ADVISED
-from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.fitting import plans_that_fit, ranks_that_fit
 from llmtrain.plan.memory import Memory, ParameterSizes, estimate_memory
+from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.schema.config import Config
 
 

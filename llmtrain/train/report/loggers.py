@@ -83,6 +83,7 @@ class WandbLogger(StepLogger):
     """
 
     again_seconds = 3600.0
+    background = True  # its import and its process take seconds
 
     def __init__(self, config: Config, folder: Path):
         super().__init__(config.logging.interval)
@@ -127,8 +128,7 @@ class WandbLogger(StepLogger):
             table: Any = wandb.Table
             self.run.log({"step": step, name: table(columns=columns, data=rows)})
 
-        if not self.lost:
-            self._attempt(log)
+        self.submit(lambda: None if self.lost else self._attempt(log))
 
     def end(self) -> None:
         self.run.finish()
@@ -204,6 +204,8 @@ class ProgressLogger(LoggerDestination):
         for name, value in self.metrics.items():
             if name.startswith("loss/train/") and name not in (TRAINING_LOSS, "loss/train/total"):
                 parts.append(f"{name.rpartition('/')[2]}-loss {value:.4f}")
+        if "rewards/margins" in self.metrics:
+            parts.append(f"margin {self.metrics['rewards/margins']:.4f}")
         if "throughput/tokens_per_second" in self.metrics:
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:

@@ -1,7 +1,5 @@
 """What is written on this machine has no scheme, in a YAML and on the command line."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmtrain import cli

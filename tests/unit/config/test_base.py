@@ -1,7 +1,5 @@
 """Durations: how long training, warmup and intervals are. Choices of sections that have a default."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import pytest

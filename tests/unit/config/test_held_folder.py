@@ -1,7 +1,5 @@
 """A folder that is renamed or deleted while a run works in it."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

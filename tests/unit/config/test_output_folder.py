@@ -1,7 +1,5 @@
 """A folder appears whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """YAMLs by name: those that llmtrain brings, from any folder, behind the user's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

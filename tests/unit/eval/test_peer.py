@@ -1,7 +1,5 @@
 """Timing of a slow harness, by a stand-in that takes a second per document."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

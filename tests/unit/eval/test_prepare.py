@@ -1,7 +1,5 @@
 """Documents that cannot be used: told together, with a bound, or left out and counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

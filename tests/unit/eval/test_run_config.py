@@ -1,7 +1,5 @@
 """The YAML of an evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

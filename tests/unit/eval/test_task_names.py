@@ -1,7 +1,5 @@
 """What entries of `tasks` name: files, names, groups, tags and patterns; ours and lm-evaluation-harness's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

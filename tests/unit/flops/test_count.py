@@ -15,7 +15,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.mixers.gated_deltanet import GatedDeltaNet
 from llmtrain.models.mixers.mamba2 import Mamba2
 from llmtrain.models.parameters import parameter_info
-from llmtrain.plan.describe import components
+from llmtrain.plan.parameters import components
 
 D, V, T, BATCH = 64, 128, 96, 2
 ATTENTION = {"type": "attention", "n_heads": 4, "backend": "reference"}

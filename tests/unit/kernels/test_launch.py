@@ -1,7 +1,5 @@
 """Launches without Triton's look at the arguments: of the kernel that Triton would launch, with the same arguments."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators registered by the short way are PyTorch's in every respect that training needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which keys a token of a tree of texts sees, against the definition."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """What the programs of a tree's scan do, and what the windows of its convolution hold, against the definition."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Choices for `auto`: the fastest that fits, and none that was not left to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

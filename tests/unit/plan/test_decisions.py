@@ -1,7 +1,5 @@
 """What a run decides by itself: all of it is documented, described and written down."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether several GPUs gain by CUDA graphs, by rough figures, and whether a run is expected to make them."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmtrain.plan.graph_gain import gained, takes_graphs

@@ -8,7 +8,6 @@ import pytest
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.spec import STORED_BYTES, STORED_FROM
-from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import (
     ParameterSizes,
     estimate_memory,
@@ -17,6 +16,7 @@ from llmtrain.plan.memory import (
     host_bytes,
     host_state_bytes,
 )
+from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 

@@ -1,7 +1,5 @@
 """Predictions for many GPUs: beside what two were measured to keep, and what must hold of any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +8,8 @@ import pytest
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.models.sections.float8 import Float8Config
-from llmtrain.plan.describe import parameter_sizes
 from llmtrain.plan.memory import ParameterSizes, exchanged_bytes, gathered_bytes
+from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.plan.scaling import LOCAL_SHARE, NETWORK_SHARE, Cluster, Scale, cluster, curve, exchanged_seconds
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config

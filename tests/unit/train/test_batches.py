@@ -1,7 +1,5 @@
 """Microbatches, and how many labels each has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 import torch
 
 from llmtrain.data.loader.batches import collate, collate_packed, filler
-from llmtrain.models.config import LossConfig
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.objectives.next_token import NextToken
@@ -17,7 +14,7 @@ from llmtrain.train.batches import microbatches
 from llmtrain.train.composer_model import data_spec
 
 SEQ_LEN = 6
-OBJECTIVE = NextToken(LossConfig())
+OBJECTIVE = NextToken()
 
 
 def samples(count: int) -> list[dict[str, Any]]:

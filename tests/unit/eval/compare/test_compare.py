@@ -1,7 +1,5 @@
 """Comparison of two results: what is paired, what is refused, and what is written."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

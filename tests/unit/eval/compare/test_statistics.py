@@ -1,7 +1,5 @@
 """Paired differences: known values, and 95 % intervals that cover a known difference in 95 % of simulated pairs of results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`generation_kwargs` of lm-evaluation-harness: ends of an answer, and when its tokens are drawn."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

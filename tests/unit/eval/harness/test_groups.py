@@ -1,7 +1,5 @@
 """Groups: their tasks with the settings that they change, and their aggregated metrics, against lm-evaluation-harness's own."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections.abc import Callable, Mapping

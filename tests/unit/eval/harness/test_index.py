@@ -1,7 +1,5 @@
 """Names of tasks, groups and tags below folders, against lm-evaluation-harness's own index."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Task files whose faults would show once a model has answered: each is told before."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar

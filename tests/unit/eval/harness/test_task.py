@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness: what is refused by name, local data, code, and examples; scores are in tests/numerics."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

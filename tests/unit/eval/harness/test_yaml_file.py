@@ -1,7 +1,5 @@
 """Files of lm-evaluation-harness: includes, functions, and what is said of files that cannot be read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is kept of a document: digests that tell documents apart, excerpts, and files that read back as they were."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Groups of tasks in results: rows, notes, JSON and the terminal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Storing responses, and reading them again for the same requests only."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Division of documents among ranks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Preparation of later items, step by step, while the caller waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A shared prefix is stored once per pack; each row is read completely and once."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.harness.plan_work import work

@@ -1,7 +1,5 @@
 """Host work is done while the GPU is busy, and no longer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

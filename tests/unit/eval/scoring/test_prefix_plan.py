@@ -1,7 +1,5 @@
 """Tokens read by plans for requests that share prefixes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

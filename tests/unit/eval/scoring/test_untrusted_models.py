@@ -1,7 +1,5 @@
 """A folder in Hugging Face format cannot run code: it is refused, without a question, in our own words."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

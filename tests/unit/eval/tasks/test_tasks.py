@@ -1,7 +1,5 @@
 """Task files and records: all errors at once, with file and line."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Whether a run takes CUDA graphs, and what a failed attempt leaves. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +11,10 @@ from torch import Tensor, nn
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
-from llmtrain.models.config import LossConfig
 from llmtrain.models.context import Context
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.next_token import NextToken
+from llmtrain.objectives.sections import NextTokenSection
 from llmtrain.plan import graph_gain
 from llmtrain.plan.graph_gain import refusal
 from llmtrain.schema.training import TrainConfig
@@ -75,9 +73,12 @@ class Model:
 def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | None:
     model: Any = Model(platform)
     config: Any = SimpleNamespace(
-        train=train(**settings), model=SimpleNamespace(dropout=0.0), grad_accum=lambda ranks: 2
+        train=train(**settings),
+        model=SimpleNamespace(draws_in_training=False, counts_over_ranks=False),
+        grad_accum=lambda ranks: 2,
+        objective=NextTokenSection(),
     )
-    return graphed_loss(config, model, NextToken(LossConfig()), World(0, ranks, 0, ranks))
+    return graphed_loss(config, model, NextToken(), World(0, ranks, 0, ranks))
 
 
 def test_auto_explains_what_rules_out_graphs_and_on_does_not_go_on_without(caplog: pytest.LogCaptureFixture):
@@ -127,7 +128,7 @@ def test_graphs_are_tried_once_after_the_first_step_and_only_while_training(monk
 
     monkeypatch.setattr(cuda_graphs, "MicrobatchGraph", fails)
     model: Any = Loss()
-    graphs, batch = GraphedLoss(model, NextToken(LossConfig()), microbatches=2), {"input_ids": torch.ones(2, 3)}
+    graphs, batch = GraphedLoss(model, NextToken(), microbatches=2), {"input_ids": torch.ones(2, 3)}
     with torch.no_grad():
         graphs(batch)
     model.eval()
@@ -151,7 +152,7 @@ class Replayed(MicrobatchGraph):
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.sums = parameters, [torch.full_like(p, math.nan) for p in parameters]
-        self.objective, self.batch = NextToken(LossConfig()), ONE
+        self.objective, self.batch = NextToken(), ONE
         self.anchor = torch.zeros((), requires_grad=True)
         zero = torch.zeros(())
         self.output = LossOutput(zero, {"cross_entropy": zero}, zero)
