@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from llmtrain.adapt.adapters import adapted_class
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layers import Head, Linear
+from llmtrain.schema.adapt import NF4_BLOCK as BLOCK
+from llmtrain.schema.adapt import NF4_SCALES as SCALES
 
-BLOCK, SCALES = 64, 256
-"""Neighbours that share a scale, and scales that share one of their own."""
-BYTES = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALES)
-"""Of one weight."""
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0 (appendix E of the paper).
 TABLE = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),

@@ -165,6 +165,11 @@ def _whole(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
+def recorded_base(folder: Path) -> dict[str, Any] | None:
+    """The checkpoint beneath that an export of ours names."""
+    return json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else None
+
+
 def is_peft(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
@@ -213,14 +218,12 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
     for place, of in made.items():
         if of["downs"]:
             ours[f"{place}.down.weight"] = torch.cat([of["downs"][first] for first in sorted(of["downs"])])
-    base = folder / BASE
     compared = {
         f"{layers[module].site.name}.weight": tensor
         for key, tensor in beneath.items()
         if (module := key.removeprefix(_PREFIX).removesuffix(_BASE_LAYER)) in modules
     }
-    record = json.loads(base.read_text()) if base.is_file() else None
-    return Adapters(AdaptConfig(lora=section), ours, record, compared)
+    return Adapters(AdaptConfig(lora=section), ours, recorded_base(folder), compared)
 
 
 def _layers_with(modules: Iterable[str], config: ModelConfig, file: Path) -> dict[str, PublishedLayer]:
@@ -258,6 +261,10 @@ def attach(model: HybridLM, adapters: Adapters) -> HybridLM:
                 f"{name} of the base is another one than the adapters' folder has; they are of another base"
             )
     for name, tensor in adapters.tensors.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise UserError(
+                f"{name} {list(tensor.shape)} of the adapters has no place in this base; they are of another base"
+            )
         parameters[name].data = tensor.to(model.embed.weight)
     return model
 

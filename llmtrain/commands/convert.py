@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 
 from llmtrain.commands.arguments import EMA_HELP, output_path
 from llmtrain.errors import UserError
@@ -58,6 +59,11 @@ def add_import(commands) -> None:
     )
     sub.add_argument("source", metavar="HF_FOLDER", help="a folder with config.json and weights, or a hub name")
     sub.add_argument("out", type=output_path, metavar="OUT", help="the folder to make")
+    sub.add_argument(
+        "--base",
+        metavar="CHECKPOINT",
+        help="of a folder of peft's adapters: the checkpoint of the model that they are of",
+    )
     sub.set_defaults(func=run_import)
 
 
@@ -107,8 +113,15 @@ def run_import(args: argparse.Namespace) -> int:
     from llmtrain.progress import format_bytes
 
     refuse_existing(args.out)
-    from llmtrain.convert.import_hf import import_hf
+    from llmtrain.convert.import_hf import import_adapters, import_hf
 
+    if args.base or (Path(args.source) / "adapter_config.json").is_file():
+        made = import_adapters(Path(args.source), args.out, args.base)
+        print(
+            f"{made.source} -> {made.out}: {made.parameters:,} parameters of adapters. Next: llmtrain generate {made.out} --prompt "
+            f"TEXT, or llmtrain export {made.out} OUT --merge"
+        )
+        return 0
     made = import_hf(args.source, args.out, progress=sys.stderr.isatty())
     if not made.has_tokenizer:
         log.warning(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer")

@@ -9,6 +9,11 @@ from pydantic import Field
 from llmtrain.config.base import PositiveFloat, Probability, Problem, Section, Width
 from llmtrain.models.sections.feed_forward import ImplementedSection
 
+NF4_BLOCK, NF4_SCALES = 64, 256
+"""Neighbours that share a scale, and scales that share one of their own (adapt/nf4.py)."""
+NF4_BYTES = 1 / 2 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_SCALES)
+"""Bytes of one weight."""
+
 
 class AdaptationSection(ImplementedSection):
     """Settings of one change to the model. implementation: of its Converter (adapt/base.py)."""
