@@ -41,9 +41,6 @@ def check_config_type(source: YamlSource, wanted: str) -> None:
     foreign = next((data for data in (source.data, inner) if isinstance(data, dict) and is_foundry(data)), None)
     if foreign is not None:
         what = f"is a YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"
-        loader = foreign.get("train_loader")
-        if isinstance(loader, dict) and loader.get("name") == "finetuning":
-            what = "is a YAML of LLM Foundry for finetuning on prompts and responses, of which ours has no loader"
         raise ConfigError(source.title, [Problem("", None, what)])
     found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
     (other,) = found.keys() - {wanted}
