@@ -1,7 +1,5 @@
 """The number of processes that `train` and `eval` run on this machine."""
 
-from __future__ import annotations
-
 import os
 
 from llmtrain.errors import UserError
