@@ -4,8 +4,8 @@
         [--microbatch fixed auto] [--nproc 1] [--without-peer] [--checkout FOLDER] [a.b=c …]
 
 Data are prepared before. Cold: no compiled kernels and no remembered microbatch; warm: both are there. A run is killed when its
-first step is in its metrics. The peer builds the same model by its class in transformers, compiles each layer, and takes one step of as
-many microbatches with torch's fused AdamW, on random tokens; cold and warm too.
+first step is in its metrics. The peer builds the same model by its class in transformers, compiles each layer, and takes one step
+of as many microbatches with torch's fused AdamW, on random tokens; cold and warm too.
 
 FOLDER/starts.json has every start that is done, with the parts of llmtrain's; the same command again makes only the missing ones,
 and so goes on where --limit seconds ended it. Printed are medians, least and most. A shape may also be the path of a YAML.
