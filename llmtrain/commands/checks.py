@@ -1,8 +1,6 @@
 """A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
 groups and float8 patterns against the model's names. No torch here, unless there are some."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path

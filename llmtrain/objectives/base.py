@@ -1,7 +1,5 @@
 """Objectives: what turns a model's outputs into the loss that training minimises."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The `objective` section of the YAML: one class per objective, distinguished by `type`. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 

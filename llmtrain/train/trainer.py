@@ -1,7 +1,5 @@
 """Composer's trainer, with a host that stays ahead of the GPU between steps."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """llmtrain data show, stats, seen and verify, on a prepared folder, a YAML and a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`llmtrain migrate`, and what the other commands say about a YAML of LLM Foundry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """LLM Foundry's loaders as our `data` section."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

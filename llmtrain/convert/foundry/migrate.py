@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.base import Problem
+from llmtrain.config.config_type import is_foundry_evaluation
 from llmtrain.config.report import ConfigError
+from llmtrain.config.yaml_source import YamlSource
 from llmtrain.convert.foundry import data, run
+from llmtrain.convert.foundry.evaluation import read_evaluation
 from llmtrain.convert.foundry.finetuning import is_finetuning, read_finetuning
 from llmtrain.convert.foundry.model import read_model
 from llmtrain.convert.foundry.optimization import read_optimization
@@ -42,6 +46,15 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     notes = Notes()
     root = Settings(source.data, notes)
     root.skip("variables", "tokenizer", *variables)
+    if is_foundry_evaluation(source.data):
+        sections = read_evaluation(root, file, known_tasks)
+        if not sections.keys() & {"models", "tasks"} and not notes.problems:
+            raise ConfigError(
+                source.title,
+                [Problem("", None, "is an evaluation YAML of LLM Foundry with no model and no task that ours has too")],
+            )
+        made = _finished(source, file, sections, {}, notes, None)
+        return replace(made, text=made.text.replace("yamls/schema.json", "eval/schema.json", 1))
     seq_len = data.read_seq_len(root)
     length = run.read_length(root, seq_len)
     interval = run.eval_interval(root, length)
@@ -77,8 +90,14 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     sections |= top
     sections["logging"] = run.read_logging(root)
     note_unread(root)
+    sections = {key: value for key, value in sections.items() if value is not None and value != {}}
+    made = eval_yaml(file.name, tasks, icl_seq_len) if tasks else None
+    return _finished(source, file, sections, comments, notes, made)
+
+
+def _finished(
+    source: YamlSource, file: Path, sections: dict[str, Any], comments: dict[str, str], notes: Notes, tasks: str | None
+) -> Migration:
     if notes.problems:
         raise ConfigError(source.title, notes.problems, source.origins)
-    sections = {key: value for key, value in sections.items() if value is not None and value != {}}
-    text = write(file.name, sections, comments, notes)
-    return Migration(text, sections, notes, eval_yaml(file.name, tasks, icl_seq_len) if tasks else None)
+    return Migration(write(file.name, sections, comments, notes), sections, notes, tasks)

@@ -1,7 +1,5 @@
 """A sample as text, with the borders of its documents marked."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

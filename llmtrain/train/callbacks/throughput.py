@@ -1,7 +1,5 @@
 """Tokens per second, MFU and HFU."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass
