@@ -37,7 +37,7 @@ def config_of(shards: Path, run_dir: Path, **changes: Any) -> Config:
     return tiny_config(shards, run_dir, settings | changes)
 
 
-@pytest.fixture(scope="module", params=["best_fit", "padded"])
+@pytest.fixture(scope="module", params=["best_fit", pytest.param("padded", marks=pytest.mark.ci)])
 def shards(request, tmp_path_factory) -> Path:
     return prepare_chats(tmp_path_factory.mktemp("chats"), request.param)
 
@@ -86,7 +86,7 @@ def plain(shards, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "size, microbatch", [(1, 8), (2, 1), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((1, 1), (2, 4)))]
+    "size, microbatch", [(2, 1), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((1, 8), (1, 1), (2, 4)))]
 )
 def test_steps_are_those_of_the_formula(ranks, shards, plain, tmp_path, size, microbatch):
     changes = {"train.microbatch_size": microbatch}
@@ -96,11 +96,3 @@ def test_steps_are_those_of_the_formula(ranks, shards, plain, tmp_path, size, mi
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert list(read_metrics(metrics, "tokens/trained")[1]) == plain["counts"]
     assert not list(read_metrics(metrics, "metrics/validation/bits_per_byte")[1])
-
-
-def test_next_token_trains_on_all_tokens_of_conversations(ranks, shards, plain, tmp_path):
-    config = config_of(
-        shards, tmp_path / "run", **{"objective": {"type": "next_token"}, "train.duration": "1 steps", "eval": {}}
-    )
-    [run] = ranks(1).run(train, config)
-    assert run.losses[1] != pytest.approx(plain["losses"][0], rel=1e-3)
