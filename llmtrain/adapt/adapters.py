@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,7 @@ WHOLE = "whole"
 """The name of an adapter of all parts of a layer."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One adapter: of rows first .. first + rows - 1 of a layer's output, in the whole layer."""
 
     name: str
