@@ -130,8 +130,8 @@ class Stability(Callback):
 
 @torch.no_grad()
 def _bad_gradients(model: nn.Module) -> str:
-    """The parameters, of all ranks' shards, whose gradient is not finite. Backward passes go from the loss to the embedding: the last
-    layer that has one is where it began. Every rank calls this."""
+    """The parameters, of all ranks' shards, whose gradient is not finite. Backward passes go from the loss to the embedding: it
+    began in the last layer that has one. Every rank calls this."""
     order = [clean_name(name).removeprefix("model.hybrid.") for name, _ in model.named_parameters()]
     own = [
         name

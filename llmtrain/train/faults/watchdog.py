@@ -114,7 +114,7 @@ def place(frame: FrameType) -> str:
 def _last_on_the_gpu() -> str | None:
     """The newest entry of PyTorch's flight recorder, which NCCL's and RCCL's groups fill."""
     with contextlib.suppress(Exception):  # a private function, for what no public one has
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
         last = json.loads(_dump_fr_trace_json())["entries"][-1]
         return f"{last['profiling_name']} {last['state']}"
