@@ -210,7 +210,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (
             published.LLAMA_2_7B,
             {"model_type": "gpt2"},
-            "'gpt2'; .*; there is bamba, falcon_h1, gemma2, ",
+            "'gpt2'; .*; there is bamba, dots1, falcon_h1, gemma2, ",
         ),
         (published.LLAMA_2_7B, {"model_type": "x", "mamba_dt_rank": 8}, "needs what is not here: Mamba-1 layers"),
         (

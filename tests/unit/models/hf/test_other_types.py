@@ -24,7 +24,7 @@ LACKING = {
     "diffllama": "no family here has lambda_std_dev = 0.1",
     "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
     "glm4": '; its settings (attention_bias = true, head_dim = 128, hidden_act = "silu", hidden_size = 4096',
-    "ministral": "are mistral's too, but what its class computes with them is not known here; there is",
+    "ministral": "are dots1's too, but what its class computes with them is not known here; there is",
     "ernie4_5": "are llama's too, but",
     "seed_oss": "are llama's too, but what its class computes with them is not known here; there is",
     "cohere": "; the nearest family, bamba, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
