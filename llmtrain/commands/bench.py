@@ -1,7 +1,5 @@
 """`llmtrain bench tune`, `llmtrain bench kernels` and `llmtrain bench train`. Declaring them imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -6,8 +6,6 @@ fill the sample. Means are over the pairs (for kto the answers) of the whole ste
 into; of a cross entropy over the tokens of the whole step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

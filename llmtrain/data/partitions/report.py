@@ -49,6 +49,11 @@ class PartitionReport:
     duplicate_count: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     """The first of them, each as the number of its slice and of its record there: see provenance.DocumentTable."""
+    truncated: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Conversations that are longer than a sample, by the file: their number, and the tokens that were cut off."""
+    untrained_count: int = 0
+    untrained: list[tuple[int, int]] = field(default_factory=list)
+    """The first of the conversations without a trained token, as `copies`."""
     first_token: int | None = None
     """Of the first document with more than one."""
 

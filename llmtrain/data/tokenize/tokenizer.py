@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from llmtrain.config.addresses import may_be_hub_name
 from llmtrain.config.regular_file import parse_json, read_bytes, read_text
-from llmtrain.data.prepare_problems import may_be_hub_name
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
 
@@ -182,18 +182,20 @@ def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -
     return TextTokenizer(backend, eod_token, eod_id, config)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) -> TextTokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False, further: Sequence[str] = ()
+) -> TextTokenizer:
     """Train a byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
 
     Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text yields fewer entries, unless
-    or_fewer.
+    or_fewer. further: special tokens beside EOD, the last of which ends answers.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOD],
+        special_tokens=[EOD, *further],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -209,7 +211,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) 
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,
     }
-    return make_tokenizer(backend, EOD, config)
+    made = make_tokenizer(backend, EOD, config)
+    ends = [made.eod_id, backend.token_to_id(further[-1])] if further else None
+    return replace(made, generation_config={"eos_token_id": ends}) if ends else made
 
 
 def _in_short_words(text: str) -> Iterator[str]:
