@@ -9,7 +9,7 @@ from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards.checks import check_streams, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
 from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
@@ -40,6 +40,8 @@ def load_runnable(
 def _data_problems(config: Config) -> Iterator[Problem]:
     problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
+    if config.objective.trained_only and not problems:
+        problems += check_trained(config.data)
     yield from problems or check_documents(config.data)
 
 

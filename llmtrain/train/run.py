@@ -84,6 +84,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             global_batch_size=config.train.global_batch_size,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            trained_only=config.objective.trained_only,
         )
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
