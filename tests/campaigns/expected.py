@@ -38,6 +38,7 @@ class Expected:
             found.append((outcome(place), lines(text)))
             shutil.rmtree(place)
         self.files = {name: digest for name, digest in found[0][0].items() if found[1][0].get(name) == digest}
+        self.names = found[0][0].keys() & found[1][0].keys()
         self.lines = set(found[0][1]) & set(found[1][1])
 
     def differences(self, before: dict[str, str], after: dict[str, str], text: str) -> list[str]:
