@@ -49,9 +49,6 @@ def check_config_type(source: YamlSource, wanted: str) -> None:
     foreign = next((data for data in (source.data, inner) if isinstance(data, dict) and is_foundry(data)), None)
     if foreign is not None:
         what = f"is a YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"
-        loader = foreign.get("train_loader")
-        if isinstance(loader, dict) and loader.get("name") == "finetuning":
-            what = "is a YAML of LLM Foundry for finetuning on prompts and responses, of which ours has no loader"
         raise ConfigError(source.title, [Problem("", None, what)])
     if is_foundry_evaluation(source.data):
         what = f"is an evaluation YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"

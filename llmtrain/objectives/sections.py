@@ -20,6 +20,8 @@ class ObjectiveSection(ImplementedSection):
     """The z-loss of train.loss is added."""
     needs_documents: ClassVar[bool] = False
     """data.mask_documents is needed."""
+    trained_only: ClassVar[bool] = False
+    """Labels are the tokens alone that the shards mark as trained."""
 
 
 class NextTokenSection(ObjectiveSection):
@@ -27,6 +29,16 @@ class NextTokenSection(ObjectiveSection):
 
     implementation: ClassVar[str] = "llmtrain.objectives.next_token:NextToken"
     type: Literal["next_token"] = "next_token"
+
+
+class CompletionSection(ObjectiveSection):
+    """Prediction of the tokens of answers alone, or of completions: those that `data.prepare.chat` marks as trained in the shards.
+    The loss is a mean over the trained tokens of a step, of all ranks and microbatches; validation is on trained tokens too."""
+
+    implementation: ClassVar[str] = "llmtrain.objectives.completion:Completion"
+    needs_documents: ClassVar[bool] = True
+    trained_only: ClassVar[bool] = True
+    type: Literal["completion"]
 
 
 LossName = Literal[
@@ -124,5 +136,7 @@ _READERS = {
 }
 """Losses that read a setting."""
 
-ObjectiveConfig = Annotated[NextTokenSection | PreferenceSection, ByType("next_token", by_name=True)]
+ObjectiveConfig = Annotated[
+    NextTokenSection | CompletionSection | PreferenceSection, ByType("next_token", by_name=True)
+]
 """The section `objective`; `objective: NAME` is one without further settings."""

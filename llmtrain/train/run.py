@@ -85,6 +85,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             global_batch_size=config.train.global_batch_size,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            trained_only=config.objective.trained_only,
         )
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
@@ -95,7 +96,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
     with start_phase("weights"):
-        beneath = set_weights(training, resumed)
+        beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""

@@ -31,9 +31,11 @@ before_loss, after_loss, before_backward, after_backward."""
 @dataclass(frozen=True)
 class StepResult:
     """losses: `total`, which was differentiated, the objective's terms, and losses that layers attached, of this rank's part of the
-    batch; their means over the ranks are those over all labels. Detached, on the model's device."""
+    batch; their means over the ranks are those over all labels. Detached, on the model's device. count: Objective.count of all
+    ranks."""
 
     losses: dict[str, Tensor]
+    count: int
 
 
 class GradientSync:
@@ -52,7 +54,8 @@ class GradientSync:
         self.model = model
         every_microbatch = sharding.sync_every_microbatch
         if every_microbatch is None:
-            every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
+            trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            every_microbatch = trained.device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
         self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
 
@@ -109,7 +112,7 @@ class Step:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
         attached = self.model.hybrid.losses
-        return StepResult(losses if attached is None else losses | attached.terms)
+        return StepResult(losses if attached is None else losses | attached.terms, labels)
 
     def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
         """Give every microbatch the sums of Objective.step_sums."""

@@ -1,6 +1,4 @@
-"""A whole pretraining YAML of LLM Foundry as one of ours."""
-
-from __future__ import annotations
+"""A whole training YAML of LLM Foundry as one of ours."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource
 from llmtrain.convert.foundry import data, run
 from llmtrain.convert.foundry.evaluation import read_evaluation
+from llmtrain.convert.foundry.finetuning import is_finetuning, read_finetuning
 from llmtrain.convert.foundry.model import read_model
 from llmtrain.convert.foundry.optimization import read_optimization
 from llmtrain.convert.foundry.settings import Notes, Settings, note_unread
@@ -29,6 +28,10 @@ class Migration:
     sections: dict[str, Any]
     notes: Notes
     tasks: str | None
+
+
+def _validates(section: dict[str, Any]) -> bool:
+    return "validation" in section or section.get("prepare", {"validation_fraction": 0}).get("validation_fraction") != 0
 
 
 def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str | None = None) -> Migration:
@@ -59,14 +62,18 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     if (seed := root.take("seed", int)) is not None:
         sections["seed"] = seed
     sections["model"] = read_model(root.section("model"), seq_len)
-    sections["data"], remarks = data.read_data(root, seq_len, interval is not None)
+    if is_finetuning(root):
+        sections["objective"] = "completion"
+        sections["data"], remarks = read_finetuning(root, seq_len, interval is not None)
+    else:
+        sections["data"], remarks = data.read_data(root, seq_len, interval is not None)
     comments |= {f"data.{key}": text for key, text in remarks.items()}
     sections["train"], remarks = run.read_train(root, length)
     comments |= {f"train.{key}": text for key, text in remarks.items()}
     sections["optimizer"], sections["schedule"], remarks = read_optimization(root, length)
     comments |= {f"optimizer.{key}": text for key, text in remarks.items()}
     tasks = read_tasks(root, file, known_tasks)
-    sections["eval"] = run.read_eval(root, interval, "validation" in sections["data"], bool(tasks))
+    sections["eval"] = run.read_eval(root, interval, _validates(sections["data"]), bool(tasks))
     icl_seq_len = root.take("icl_seq_len", int)
     if icl_seq_len and not tasks:
         root.harmless("icl_seq_len", "there are no tasks")

@@ -7,9 +7,9 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
-from llmtrain.data.shards.index import ShardError
+from llmtrain.data.shards.index import NOT_MARKED, ShardError
 from llmtrain.data.shards.packing import document_ends
-from llmtrain.data.shards.token_flags import ENDS, NOT_MARKED, TRAINED
+from llmtrain.data.shards.token_flags import ENDS, TRAINED
 
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""

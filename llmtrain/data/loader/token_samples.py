@@ -13,8 +13,7 @@ from llmtrain.config.regular_file import open_regular
 from llmtrain.data.loader.cache_room import CacheRoom
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.shards.checks import cache_fault
-from llmtrain.data.shards.index import TOKEN_COLUMNS, ShardError, verify_shard
-from llmtrain.data.shards.token_flags import COLUMN
+from llmtrain.data.shards.index import FLAG_COLUMN, TOKEN_COLUMNS, ShardError, verify_shard
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 
@@ -120,7 +119,7 @@ class TokenSamples:
                 "with a larger tokenizer, or are no tokens"
             )
         sample = {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
-        return sample if (flags := record.get(COLUMN)) is None else sample | {"flags": flags}
+        return sample if (flags := record.get(FLAG_COLUMN)) is None else sample | {"flags": flags}
 
     def _record(self, shard: int, row: int) -> dict[str, Any]:
         stream, number = self._stream(shard)

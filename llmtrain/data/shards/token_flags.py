@@ -8,14 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-COLUMN = "token_flags"
-"""Column of the shards: uint8 [seq_len]."""
 TRAINED, ENDS = 1, 2
 """TRAINED: a label of the objective `completion`. ENDS: the last token of a document, and each token that fills a sample."""
-NOT_MARKED = (
-    "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
-    "leave `objective` at next_token"
-)
 _SHIFT = 30
 
 
