@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
-_OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP}
-_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EINVAL, errno.ENXIO}
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.ESTALE}
 _USER_OF_URL = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)[^/\s'"<>]+@""")
 
 
@@ -65,9 +65,10 @@ def about_a_file(error: BaseException) -> BaseException:
         return UserError(str(error))
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_NAMES | _OF_DISKS:
         return error
-    name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    found = error.filename if error.filename2 is None else error.filename2  # of a rename, the name that is taken
+    name = os.fsdecode(found) if isinstance(found, (str, bytes)) else str(found)
     kind = UserError if error.errno in _OF_NAMES else RunError
-    return kind(f"{name if len(name) <= 250 else name[:250] + '…'}: {os.strerror(error.errno)}")
+    return kind(f"{name if len(name) <= 250 else name[:250] + '…'}: {error.strerror or os.strerror(error.errno)}")
 
 
 def is_expected(error: BaseException) -> bool:

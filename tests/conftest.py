@@ -91,7 +91,12 @@ def pytest_configure(config) -> None:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Tests marked slow, ci, campaign, compile or wheel run only when asked for: pytest -m slow."""
+    """Tests marked slow, ci, campaign, compile or wheel run only when asked for: pytest -m slow; those marked gpu where one is."""
+    if of_gpus := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
+
+        for item in [] if torch.cuda.is_available() else of_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm GPU"))
     for mark in ("slow", "ci", "campaign", "compile", "wheel"):
         if mark not in config.getoption("-m"):
             for item in items:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.commands.arguments import EMA_HELP
+from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
 
@@ -90,7 +91,9 @@ def run_generate(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """Read prompts, one per line. Raises UserError with file and line for what is no prompt."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): only line breaks separate prompts
+        lines = (
+            read_text(file).removeprefix("\ufeff").split("\n")
+        )  # not splitlines(): only line breaks separate prompts
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from None
     if not lines[-1]:
@@ -100,8 +103,8 @@ def read_prompts(file: Path) -> list[str]:
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
-            prompt = json.loads(line)["prompt"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+            prompt = parse_json(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
             raise UserError(f'{file}:{number}: expected an object with a text "prompt", found {line[:80]}')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem, parse_share
@@ -56,9 +56,10 @@ def add_prepare(commands) -> None:
     sub.add_argument("--seq-len", type=int, default=2048, metavar="N", help="tokens per sample (default 2048)")
     sub.add_argument(
         "--packing",
-        choices=["concatenate", "best_fit"],
+        choices=["concatenate", "best_fit", "padded"],
         default="concatenate",
-        help="best_fit: documents stay whole where they fit; trained on with data.mask_documents (default concatenate)",
+        help="best_fit: documents stay whole where they fit; padded: the same, one in each sample; both are trained on with "
+        "data.mask_documents (default concatenate, and of conversations best_fit)",
     )
     sub.add_argument(
         "--compression",
@@ -79,6 +80,30 @@ def add_prepare(commands) -> None:
         help="hold out about N tokens, of each stream where there are several",
     )
     sub.add_argument("--text-key", default="text", metavar="KEY", help="field or column of a record (default text)")
+    chat = sub.add_argument_group(
+        "conversations, or prompts and completions",
+        "recognised by the first record's fields; docs/data.md has the formats",
+    )
+    chat.add_argument(
+        "--chat-format", choices=["messages", "completion", "sharegpt", "alpaca"], help="where no field tells"
+    )
+    chat.add_argument(
+        "--chat-field",
+        action="append",
+        dest="chat_fields",
+        type=_field,
+        metavar="FIELD=NAME",
+        help="a field of the format that has another name in the records, such as prompt=question",
+    )
+    chat.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a file of Jinja, chatml, or tokenizer for its own (default, of messages)",
+    )
+    chat.add_argument("--chat-targets", choices=["all", "last"], help="answers that are trained (default all)")
+    chat.add_argument(
+        "--chat-prompts", metavar="X", help="prompts that are trained as well: none, all or length>=N (default none)"
+    )
     sub.add_argument("--max-bytes", type=int, metavar="N", help="stop after this many bytes of text")
     sub.add_argument("--seed", type=int, default=17, metavar="N", help="of the train/validation split (default 17)")
     sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
@@ -138,6 +163,20 @@ def _stream(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"{text}: {name} {error}") from None
 
 
+def _field(text: str) -> tuple[str, str]:
+    field, equals, name = text.partition("=")
+    if not field or not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text}: expected FIELD=NAME")
+    return field, name
+
+
+def _chat(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The section `chat`; None where nothing of it is given."""
+    names = ("format", "fields", "template", "targets", "prompts")
+    given = {name: value for name in names if (value := getattr(args, f"chat_{name}")) is not None}
+    return given | ({"fields": dict(given["fields"])} if "fields" in given else {}) or None
+
+
 def _part(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -182,7 +221,7 @@ def run_prepare(args: argparse.Namespace) -> int:
             "--stream makes folders on this machine; give the sources of one stream, and --out s3://BUCKET/NAME"
         )
     fields = {name: value for name, value in vars(args).items() if name in PrepareConfig.model_fields}
-    fields["streams"] = streams or None
+    fields["streams"], fields["chat"] = streams or None, _chat(args)
     if address:
         fields["out"] = str(scratch_folder(address))
     try:

@@ -40,3 +40,8 @@ def local_problem(path: str) -> str | None:
             "checkpoint.remote)"
         )
     return None
+
+
+def may_be_hub_name(text: str) -> bool:
+    """True for a tokenizer's name that is no local path by its form."""
+    return not (text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1)

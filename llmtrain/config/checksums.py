@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
 KEY = "xxh3_128"
@@ -47,8 +47,8 @@ def decode(content: bytes) -> tuple[dict[str, Any], bool]:
     """
     text = content.removesuffix(b"\n")
     try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError):
+        found = parse_json(text.decode())
+    except ValueError:
         raise DamagedError("is no JSON") from None
     if not isinstance(found, dict):
         raise DamagedError("is no JSON object")

@@ -9,14 +9,15 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_BYTES = 1 << 32
 """Largest file that is read whole: a shard in MDS has no more, and configs, tokenizers, results are far smaller."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file to read. Raises OSError, also for what is no regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
@@ -26,6 +27,11 @@ def open_regular(path: str | Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(handle, "rb")
+
+
+def require_regular(path: str | Path) -> None:
+    """Open a file that a library will read by its name, and close it. Raises OSError as `open_regular`."""
+    open_regular(path).close()
 
 
 def read_bytes(path: str | Path) -> bytes:

@@ -16,6 +16,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.index import Piece, TensorRecord
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import DTYPES, Entry, TensorSource
+from llmtrain.config.regular_file import open_regular
 from llmtrain.convert.tensor_reader import PieceReader, Window
 
 _BAND_BYTES = 16 * 2**20
@@ -58,7 +59,7 @@ class CheckpointTensors(PieceReader):
             return
         for piece in pieces:
             path = layer.folder / piece.file
-            with TensorSource(path) as source, path.open("rb", buffering=0) as file:
+            with TensorSource(path) as source, open_regular(path) as file:
                 source.check(piece.key, self.dtype(name), piece.sizes)
                 yield Window(file, *source.place(piece.key))
 

@@ -8,6 +8,7 @@ model is not in it; a HuggingFaceModel has its config.json in state.integrations
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.format.tensor_file import Entry
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
+from llmtrain.config.regular_file import require_regular
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import read_file
 from llmtrain.convert.dcp import DcpTensors
@@ -56,6 +58,7 @@ class FileTensors(TensorReader):
 
     def __init__(self, file: Path):
         try:
+            require_regular(file)
             with torch.serialization.safe_globals(_SAFE_GLOBALS):
                 content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # unpickling raises what it likes
@@ -94,7 +97,7 @@ class FolderTensors(TensorReader):
 def is_composer_checkpoint(path: Path) -> bool:
     """Return True for a file, and for a folder of torch's distributed checkpoint or in Hugging Face format without a
     manifest.json of llmtrain."""
-    folder = (path / ".metadata").is_file() or (path / "config.json").is_file()
+    folder = os.path.lexists(path / ".metadata") or os.path.lexists(path / "config.json")
     return path.is_file() or (folder and not (path / "manifest.json").exists())
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.format.tensor_file import Entry
+from llmtrain.config.regular_file import open_regular
 from llmtrain.convert.tensor_reader import PieceReader, Window
 from llmtrain.models.hf.foreign_files import reason
 
@@ -59,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Metadata:
     """Read the index of a folder. Raises CheckpointError for one that is damaged, or holds anything but an index."""
     try:
-        with (folder / METADATA).open("rb") as file:
+        with open_regular(folder / METADATA) as file:
             found = _Unpickler(file).load()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no {METADATA}") from None
@@ -95,7 +96,7 @@ class DcpTensors(PieceReader):
                 continue
             place: Any = self._index.storage_data[MetadataIndex(name)]
             try:
-                with (self._place / place.relative_path).open("rb", buffering=0) as raw:
+                with open_regular(self._place / place.relative_path) as raw:
                     window: Any = Window(raw, place.offset, place.length)
                     found[name] = torch.load(window, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
@@ -115,7 +116,7 @@ class DcpTensors(PieceReader):
     def _open(self, name: str, chunk: ChunkStorageMetadata, stack: ExitStack) -> IO[bytes]:
         """Open the elements of a piece, as bytes."""
         place: Any = self._index.storage_data[MetadataIndex(name, chunk.offsets)]
-        raw = stack.enter_context((self._place / place.relative_path).open("rb", buffering=0))
+        raw = stack.enter_context(open_regular(self._place / place.relative_path))
         # On the meta device torch.load reads dtype, shape and strides, not the data.
         window: Any = Window(raw, place.offset, place.length)
         meta_tensor = torch.load(window, map_location="meta", weights_only=True)

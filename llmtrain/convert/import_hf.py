@@ -19,6 +19,7 @@ from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
 from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
+from llmtrain.data.tokenize.stored_tokenizer import CHECKSUMS, checksums
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
@@ -68,10 +69,11 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     require_space(out, nbytes + SMALL_FILES)
 
     with ByteBar(progress, nbytes, title="import") as bar, atomic_folder(out) as partial:
-        save_id = str(uuid.uuid4())
+        save_id, written = str(uuid.uuid4()), {}
         files = write_parameters(partial, _lazy_tensors(published, weights), bar.advance, save_id)
         if tokenizer is not None:
             tokenizer.save(partial / "tokenizer")
+            written[CHECKSUMS] = checksums(partial / "tokenizer")
         (partial / "model.yaml").write_text(_model_yaml(section, source), encoding="utf-8")
         manifests.write(
             partial,
@@ -80,7 +82,7 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
                 step=0,
                 tokens=0,
                 # No data: where others keep the way to their tokenizer.
-                config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}},
+                config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}} | written,
                 clock={},
                 data={},
                 versions=versions("torch"),

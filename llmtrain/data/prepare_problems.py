@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtrain.config.addresses import may_be_hub_name
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason, working_folder
 from llmtrain.config.regular_file import read_json
-from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest
+from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest, setting
 from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
 from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.schema.config import Config
@@ -27,9 +28,26 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
     prepare = config.data.prepare
     if prepare is None:
         return
-    for rule in (_source_problems(config, prepare), _tokenizer_problems(config, prepare), _folder_problems(prepare)):
-        for problem in rule:
-            yield Problem(f"data.prepare.{problem.path}", problem.found, problem.message)
+    found = [*_source_problems(config, prepare), *_tokenizer_problems(config, prepare)]
+    made, wrong = ([], []) if found else _recognised(prepare)
+    for problem in [*found, *wrong, *_folder_problems(prepare, made)]:
+        yield Problem(f"data.prepare.{problem.path}", problem.found, problem.message)
+    if any(one.chat is not None for one in made) and not config.data.mask_documents:
+        message = "conversations are packed with masks between them; set this to true"
+        yield Problem("data.mask_documents", False, message)
+
+
+def _recognised(prepare: PrepareConfig) -> tuple[list[PrepareConfig], list[Problem]]:
+    """The configs of each folder as they are made, and problems of their records' format."""
+    from llmtrain.data.chat.recognise import recognised  # here, because most commands need no chat template
+
+    made = []
+    for one in prepare.each().values() or [prepare]:
+        try:
+            made.append(recognised(one))
+        except PrepareError as error:
+            return [], [Problem("chat", None, str(error))]
+    return made, []
 
 
 def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
@@ -58,11 +76,6 @@ def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem
         )
     if prepare.vocab_size and prepare.vocab_size - _BYTE_LEVEL > most:
         yield Problem("vocab_size", prepare.vocab_size, f"{most} bytes of text cannot fill so many entries")
-
-
-def may_be_hub_name(text: str) -> bool:
-    """True for a tokenizer's name that is no local path by its form."""
-    return not (text.startswith((".", "/", "~")) or text.endswith(".json") or text.count("/") > 1)
 
 
 def _tokenizer_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
@@ -98,10 +111,12 @@ def _vocabulary(file: Path) -> int:
     return max([*ids, *(token["id"] for token in content.get("added_tokens", []))]) + 1
 
 
-def _folder_problems(prepare: PrepareConfig) -> Iterator[Problem]:
+def _folder_problems(prepare: PrepareConfig, made: list[PrepareConfig]) -> Iterator[Problem]:
+    """made: the configs of each folder, where their records' format is known."""
     if prepare.streams is None:
-        yield from _out_problems(prepare)
-    for one in prepare.each().values():
+        yield from _out_problems(*(made or [prepare]))
+        return
+    for one in made or prepare.each().values():
         if one.vocab_size is not None:  # trained once, for all
             tokenizer = str(Path(prepare.out).expanduser().absolute() / "tokenizer")
             one = one.model_copy(update={"tokenizer": tokenizer, "vocab_size": None})
@@ -135,7 +150,7 @@ def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
     for name in SETTINGS:
         if name == "validation_fraction" and prepare.validation_tokens is not None:
             continue  # estimated
-        if name in made and made[name] != (value := getattr(prepare, name)):
+        if name in made and made[name] != (value := setting(prepare, name)):
             text = f"{prepare.out} was made with {json.dumps(made[name])}; name another `out`, or remove that folder"
             yield Problem(name, value, text)
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 from llmtrain.config.output_folder import replace_file
 from llmtrain.config.regular_file import read_text
-from llmtrain.data.partitions.prepared_folder import PreparedFolder, fingerprint, lock_folder
+from llmtrain.data.chat.recognise import recognised, train_tokenizer
+from llmtrain.data.partitions.prepared_folder import PreparedFolder, fingerprint, lock_folder, setting
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources.compression import DAMAGES, decompress
 from llmtrain.data.sources.files import PrepareError, SourceFile, list_files
 from llmtrain.data.sources.formats import NotText, sniff
 from llmtrain.data.sources.record_text import parse_line
-from llmtrain.data.sources.sample import proof_texts, training_texts
+from llmtrain.data.sources.sample import proof_texts
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.sources.token_kinds import token_kind
-from llmtrain.data.tokenize.tokenizer import load_tokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.schema.data import PrepareConfig
 
 DATA_YAML = "data.yaml"
@@ -72,16 +73,17 @@ def _train_tokenizer(out: Path, configs: Sequence[PrepareConfig]) -> str:
     folder, size = out / "tokenizer", configs[0].vocab_size
     assert size is not None
     files = [list_files(config.sources) for config in configs]
+    chats = [setting(config, "chat") for config in configs]
     inputs = {
         "vocab_size": size,
         "shares": [config.validation_fraction for config in configs],
+        **({"chat": chats} if any(chats) else {}),
         "files": [[(file.name, file.size, file.mtime_ns) for file in some] for some in files],
     }
     made_from = folder / "made_from"
     with lock_folder(folder):
         if not (made_from.is_file() and read_text(made_from) == fingerprint(inputs)):
-            texts = (text for one, some in zip(configs, files, strict=True) for text in training_texts(one, some))
-            train_bpe(texts, size).save(folder)
+            train_tokenizer(list(zip(configs, files, strict=True))).save(folder)
             replace_file(made_from, fingerprint(inputs).encode())
     return str(folder)
 
@@ -97,18 +99,19 @@ def _yaml(seq_len: int, folders: Mapping[str, PreparedFolder]) -> str:
     lines += ["  validation: # each stream's loss is reported apart", "    streams:"] if held else []
     for name, folder in held.items():
         lines.append(f"      {name}: {{local: {json.dumps(str(folder.out))}, split: validation}}")
-    if any(folder.manifest["inputs"]["packing"] == "best_fit" for folder in folders.values()):
+    if any(folder.manifest["inputs"]["packing"] != "concatenate" for folder in folders.values()):
         lines.append("  mask_documents: true")
     return "\n".join(lines) + "\n"
 
 
 def hold_out(config: PrepareConfig) -> PrepareConfig:
-    """The config with the share of documents that holds about `validation_tokens`, by an estimate from a sample; as it is without.
+    """The config, `recognised`, with the share of documents that holds about `validation_tokens`, where it has them, by an estimate
+    from a sample.
 
     The share is rounded up to a power of 1.1, so that a few files more do not change which documents are held out.
     Raises PrepareError if that is more than half of the text.
     """
-    tokens = config.validation_tokens
+    config, tokens = recognised(config), config.validation_tokens
     if tokens is None:
         return config
     files = list_files(config.sources)
@@ -127,9 +130,10 @@ def _tokens_per_stored_byte(config: PrepareConfig, files: Sequence[SourceFile]) 
     if any(token_kind(file.path, file.from_folder) for file in chosen):
         return 0.5
     stored = sum(file.size for file in chosen)
-    text = sum(file.size * _text_share(file, config.text_key) for file in chosen)
+    # Of conversations, all is text.
+    text = sum(file.size * _text_share(file, config.text_key if config.chat is None else "") for file in chosen)
     per_token = _BYTES_PER_TOKEN
-    if config.tokenizer is not None:
+    if config.tokenizer is not None and config.chat is None:
         texts = proof_texts(list(files), config.text_key)[::4]
         tokenizer = load_tokenizer(config.tokenizer)
         count = sum(len(tokenizer.encode(text)) + 1 for text in texts)
@@ -138,7 +142,7 @@ def _tokens_per_stored_byte(config: PrepareConfig, files: Sequence[SourceFile]) 
 
 
 def _text_share(file: SourceFile, text_key: str) -> float:
-    """Bytes of text for each stored byte of a file, from its beginning."""
+    """Bytes of text for each stored byte of a file, from its beginning. text_key: empty where all is text."""
     try:
         with open_file(file.path) as stream:
             found = sniff(stream, file.name, text_key, file.from_folder)
@@ -150,7 +154,7 @@ def _text_share(file: SourceFile, text_key: str) -> float:
                 packed = len(data) / max(min(stream.tell(), file.size), 1) if found.compression else 1.0
     except (NotText, *DAMAGES):
         return 0.0
-    if found.kind != "jsonl" or not data:
+    if found.kind != "jsonl" or not data or not text_key:
         return packed
     texts = [parse_line(line, text_key)[0] for line in data.split(b"\n") if line.strip()]
     return packed * sum(len(text.encode()) for text in texts) / len(data)

@@ -27,6 +27,7 @@ from filelock import Timeout
 
 from llmtrain.config.held_folder import moved_text
 from llmtrain.config.locks import locked, private_folder
+from llmtrain.config.regular_file import parse_json
 from llmtrain.distributed.processes import boot_id, pid_namespace, start_time
 from llmtrain.errors import RunError, UserError
 from llmtrain.logs import log
@@ -81,7 +82,7 @@ class Holder:
     def parse(cls, content: bytes) -> Holder | None:
         """None for content that is no holder: cut short, empty, or something else."""
         try:
-            values = json.loads(content)
+            values = parse_json(content)
             holder = cls(**{field.name: values[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError):
             return None

@@ -10,13 +10,14 @@ from typing import Any
 
 from llmtrain.eval.errors import BadDocuments, EvalError
 from llmtrain.eval.instructions import check_libraries
+from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.prompts import foundry, lm_eval
 from llmtrain.eval.prompts.encode import encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool
 from llmtrain.eval.prompts.foundry import FoundryWriter
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
 from llmtrain.eval.prompts.requests import Request, Response
-from llmtrain.eval.report.metrics import Metrics, aggregate
+from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, aggregate
 from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import CONVENTIONS, WITHOUT_EXAMPLES, Convention, TaskConfig, TaskType
@@ -161,13 +162,20 @@ class NativeTask(Task):
         self, documents: Documents[Document], requests: Sequence[Request], results: Sequence[Response]
     ) -> Metrics:
         per_document = [
-            process_results(document, some, self.settings)  # type: ignore[arg-type]
+            self._scored(document, some)
             for document, some in zip(documents.evaluated, self._responses(documents, requests, results), strict=True)
         ]
         names = [name for name in self.measured() if all(name in one.values for one in per_document)]
         values, categories = aggregate(per_document, names, macro=self.convention == "foundry")
         truncated = sum(one.truncated for one in per_document)
         return Metrics(self.metric, values, len(per_document), len(requests), truncated, categories, per_document)
+
+    def _scored(self, document: Document, results: Any) -> DocumentMetrics:
+        try:
+            with time_limit(DOCUMENT_SECONDS, "its answer's extraction and comparison"):
+                return process_results(document, results, self.settings)
+        except EvalError as error:
+            raise EvalError(f"{document.where}: {error}") from None
 
 
 def load_task(name: str | Path, convention: str, data_dir: str | Path | None = None) -> NativeTask:

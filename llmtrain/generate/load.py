@@ -101,7 +101,8 @@ def checkpoint_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
         file = folder / stored_tokenizer.NAME
         return stored_tokenizer.as_trained(stored_tokenizer.unpack(read_bytes(file), file), manifest.config["data"])
     if (folder / "tokenizer").is_dir():
-        return stored_tokenizer.as_trained(load_tokenizer(folder / "tokenizer"), manifest.config.get("data") or {})
+        imported = stored_tokenizer.load_imported(folder / "tokenizer", manifest.config.get(stored_tokenizer.CHECKSUMS))
+        return stored_tokenizer.as_trained(imported, manifest.config.get("data") or {})
     try:
         return stored_tokenizer.load_run_tokenizer(manifest.config["data"])
     except stored_tokenizer.NoTokenizerError as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from llmtrain.errors import UserError
 from llmtrain.kernels.attention import spec as attention
 from llmtrain.kernels.conv1d import spec as conv1d
+from llmtrain.kernels.experts import spec as experts
 from llmtrain.kernels.gated_delta import spec as gated_delta
 from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from llmtrain.kernels.attention.measured import Row as MeasuredRow
 
 Operation = Literal[
-    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta",
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "experts",
     "attention_step", "ssd_step", "conv1d_step",
 ]  # fmt: skip
 Spec = Any
-"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec or GatedDeltaSpec, by operation."""
+"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec, GatedDeltaSpec or ExpertsSpec, by
+operation."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             ("llmtrain.fla_gated_delta_forward.default",),
         ),
     ),
+    "experts": (
+        Backend("reference", "llmtrain.kernels.experts.reference"),
+        Backend("grouped_mm", "llmtrain.kernels.experts.grouped_mm", experts.refuse_grouped_mm),
+    ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step"),
@@ -174,6 +180,7 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "gated_norm": gated_norm.preference,
     "mamba_mixer": mamba_mixer.preference,
     "gated_delta": gated_delta.preference,
+    "experts": experts.preference,
     "attention_step": _preference_step,
     "ssd_step": _preference_step,
     "conv1d_step": _preference_step,

@@ -6,8 +6,8 @@ nothing twice, and validation and decoding count nothing. All numbers are tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class AttachedLosses:
     """weight: of the microbatch in the step's loss, an fp32 scalar. terms: by name, the sum over layers and microbatches of each
-    loss times its microbatch's weight; the mean over the ranks is the step's.
+    loss times its microbatch's weight; the mean over the ranks is the step's. counts: of each layer that pools with others, what
+    its forward pass wrote; pooled: their sum as the backward pass begins, when all are there (see attach_pooled).
 
     `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss. Where a backward pass
     begins behind that loss, at a stage of a pipeline, the weight is to be set before it.
@@ -25,11 +26,17 @@ class AttachedLosses:
 
     weight: Tensor
     terms: dict[str, Tensor]
+    counts: list[Tensor] = field(default_factory=list)
+    pooled: Tensor | None = None
 
     @classmethod
-    def named(cls, names: Iterable[str], device: torch.device) -> AttachedLosses:
+    def named(cls, names: Iterable[str], device: torch.device, pooling: Sequence[int] = ()) -> AttachedLosses:
+        """pooling: the width of each layer's counts, all the same."""
         with torch.inference_mode(False):
-            return cls(torch.ones((), device=device), {name: torch.zeros((), device=device) for name in names})
+            counts = [torch.zeros(width, device=device) for width in pooling]
+            pooled = torch.zeros_like(counts[0]) if counts else None
+            terms = {name: torch.zeros((), device=device) for name in names}
+            return cls(torch.ones((), device=device), terms, counts, pooled)
 
     def reset(self) -> None:
         """Begin a step."""
@@ -38,7 +45,7 @@ class AttachedLosses:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself."""
-        return _Weigh.apply(loss, self.weight)
+        return _Weigh.apply(loss, self)
 
 
 def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: str) -> Tensor:
@@ -52,6 +59,15 @@ def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: st
     return _AttachLoss.apply(x, loss, losses.weight, losses.terms[name])
 
 
+def attach_pooled(x: Tensor, mine: Tensor, losses: AttachedLosses | None, name: str) -> Tensor:
+    """attach_loss of the inner product of `mine` [width] with the sum of all layers' counts (AttachedLosses.counts), which are
+    constants. Later layers' counts are there by the time of the backward pass alone."""
+    if losses is None or not torch.is_grad_enabled():
+        return x
+    assert losses.pooled is not None
+    return _AttachPooled.apply(x, mine, losses.pooled, losses.weight, losses.terms[name])
+
+
 def add_in_backward(x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
     """x, whose backward pass adds `increment` to `total`, which has its shape: a sum over the step's microbatches."""
     return _AddInBackward.apply(x, total, increment) if torch.is_grad_enabled() else x
@@ -59,15 +75,19 @@ def add_in_backward(x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, loss: Tensor, losses: AttachedLosses) -> Tensor:
+        ctx.losses = losses
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None]:
+        losses = ctx.losses
         # Saved by the layers, which shall read what it is now.
-        with torch.autograd._unsafe_preserve_version_counter(ctx.weight):
-            ctx.weight.copy_(d_loss)
+        with torch.autograd._unsafe_preserve_version_counter(losses.weight):
+            losses.weight.copy_(d_loss)
+        if losses.pooled is not None:
+            with torch.autograd._unsafe_preserve_version_counter(losses.pooled):
+                losses.pooled.copy_(torch.stack(losses.counts).sum(0))
         return d_loss, None
 
 
@@ -83,6 +103,20 @@ class _AttachLoss(torch.autograd.Function):
         loss, weight = ctx.saved_tensors
         ctx.term.add_(weight * loss.detach())
         return d_x, weight.to(loss.dtype), None, None
+
+
+class _AttachPooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mine: Tensor, pooled: Tensor, weight: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(mine, pooled, weight)
+        ctx.term = term
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        mine, pooled, weight = ctx.saved_tensors
+        ctx.term.add_(weight * (mine.detach() * pooled).sum())
+        return d_x, (weight * pooled).to(mine.dtype), None, None, None
 
 
 class _AddInBackward(torch.autograd.Function):

@@ -9,7 +9,7 @@ from llmtrain.config.base import Problem
 from llmtrain.kernels import registry
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.sections.block import BlockSection, Kernel
+from llmtrain.models.sections.block import Kernel, WithBackend
 from llmtrain.models.sections.layers import NormConfig
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ def backend_problems(config: ModelConfig, dtype: str = "bfloat16", documents: bo
     for name, block in config.blocks.items():
         if any(block.width_problems(config.d_model)):
             continue  # reported by themselves; such a block has no kernel
-        for path, part in block.parts():
-            kernel = part.kernel(config.d_model, dtype, documents)
+        kernels = [(path, part.kernel(config.d_model, dtype, documents)) for path, part in block.parts()]
+        kernels += [("mlp.", block.mlp.kernel(config.d_model, dtype))] if block.mlp else []
+        for path, kernel in kernels:
             if kernel and (reason := registry.refusal(kernel.operation, kernel.backend, kernel.spec)):
                 yield Problem(f"blocks.{name}.{path}backend", kernel.backend, reason)
     yield from _norm_problems(config)
@@ -61,7 +62,7 @@ def servable(config: ModelConfig, platform: Platform, dtype: str) -> ModelConfig
     the run that named it may have been on another.
     """
 
-    def backend(part: BlockSection) -> str:
+    def backend(part: WithBackend) -> str:
         kernel = part.kernel(config.d_model, dtype)
         if kernel is None or registry.refusal(kernel.operation, kernel.backend, kernel.spec, platform):
             return "auto"
@@ -95,6 +96,8 @@ def chosen(config: ModelConfig, platform: Platform, dtype: str, documents: bool 
             where = f"{name}.{path}".rstrip(".")
             for number, kernel in enumerate(part.kernels(config.d_model, block.norm or config.norm, dtype, documents)):
                 yield _chosen(where, kernel, platform, config.max_seq_len, beside=number > 0)
+        if block.mlp and (kernel := block.mlp.kernel(config.d_model, dtype)):
+            yield _chosen(f"{name}.mlp", kernel, platform, None, beside=False)
 
 
 def _chosen_norm(where: str, norm: NormConfig, width: int, platform: Platform, dtype: str) -> Iterator[Chosen]:

@@ -19,7 +19,8 @@ from llmtrain.config.base import (
 )
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
-from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.block import WithBackend
+from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.feed_forward import Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
@@ -95,6 +96,7 @@ class ModelConfig(Section):
         if layers:
             for name in sorted(set(self.blocks) - used):
                 yield Problem(f"blocks.{name}", name, "is defined but never used in model.layers; use it or remove it")
+        yield from self._pooling_problems()
         for name, block in self.blocks.items():
             for problem in block.width_problems(self.d_model):
                 yield Problem(f"blocks.{name}.{problem.path}", problem.found, problem.message)
@@ -112,7 +114,33 @@ class ModelConfig(Section):
                     "write its type, bias and eps too, or set model.norm.backend",
                 )
 
-    def with_backends(self, norm: NormBackend, backend_of: Callable[[BlockSection], str]) -> ModelConfig:
+    def _pooling_problems(self) -> Iterator[Problem]:
+        """Layers whose experts cannot be counted together, as balance.over: model does."""
+        pooled = {
+            name: (mlp.n_experts, mlp.top_k)
+            for name, mlp in self._experts().items()
+            if mlp.balance.weight > 0 and mlp.balance.over == "model"
+        }
+        for name, found in pooled.items():
+            if found != next(iter(pooled.values())):
+                text = f"counts all layers together, but {' and '.join(pooled)} differ in n_experts or top_k; use layer"
+                yield Problem(f"blocks.{name}.mlp.balance.over", "model", text)
+
+    @property
+    def draws_in_training(self) -> bool:
+        """Layers draw random numbers in training."""
+        return self.dropout > 0 or any(mlp.router.jitter > 0 for mlp in self._experts().values())
+
+    @property
+    def counts_over_ranks(self) -> bool:
+        """Ranks add up loads of experts in each microbatch."""
+        return any(mlp.balance.weight > 0 and mlp.balance.tokens == "step" for mlp in self._experts().values())
+
+    def _experts(self) -> dict[str, ExpertsSection]:
+        """The experts of each block that has some."""
+        return {name: block.mlp for name, block in self.blocks.items() if isinstance(block.mlp, ExpertsSection)}
+
+    def with_backends(self, norm: NormBackend, backend_of: Callable[[WithBackend], str]) -> ModelConfig:
         """The same function by other kernels. norm: the backend of every norm; backend_of: that of a mixer's section."""
         blocks = {name: block.with_backends(norm, backend_of) for name, block in self.blocks.items()}
         return self.model_copy(update={"blocks": blocks, "norm": self.norm.model_copy(update={"backend": norm})})

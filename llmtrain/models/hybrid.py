@@ -89,6 +89,11 @@ class HybridLM(nn.Module):
         self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
         self._loss_names = sorted({name for _, part in parts_of(self) for name in part.losses})
+        self._pooling: list[int] = []
+        for _, part in parts_of(self):
+            if part.pooling is not None:
+                part.pool = len(self._pooling)
+                self._pooling.append(part.pooling)
         self.losses: AttachedLosses | None = None
         self.ranks: TensorRanks | None = None
         self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
@@ -212,7 +217,7 @@ class HybridLM(nn.Module):
     def _losses(self, device: torch.device) -> AttachedLosses | None:
         """Losses that layers attach, the same object for every context on this device; None where there are none."""
         if self._loss_names and (self.losses is None or self.losses.weight.device != device):
-            self.losses = AttachedLosses.named(self._loss_names, device)
+            self.losses = AttachedLosses.named(self._loss_names, device, self._pooling)
         return self.losses
 
     def prefix_refusal(self) -> str | None:

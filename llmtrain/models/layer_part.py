@@ -38,6 +38,10 @@ class LayerPart(nn.Module, ABC):
     """Names of parameters without weight decay. Vectors (norms, biases) have none anyway."""
     losses: ClassVar[Collection[str]] = ()
     """Names of the losses that `forward` attaches (models/attached_loss.py), logged as loss/train/NAME, summed over the layers."""
+    pooling: int | None = None
+    """Width of what the part counts for a loss of all layers together (attach_pooled), where it does; `pool`: the place of its
+    counts among AttachedLosses.counts, which the model sets."""
+    pool: int = 0
     outputs: Collection[str] = ()
     """Names of the linear layers whose outputs, times a number at most, are the part's own: no gradient of the part needs them."""
     kept_products: Collection[str] = ()
@@ -72,6 +76,10 @@ class LayerPart(nn.Module, ABC):
             for name, module in self.named_modules()
             if isinstance(module, Linear)
         ]
+
+    def matrix_rows(self) -> dict[str, tuple[int, ...]]:
+        """Rows of the linear maps that stand one above another in each matrix of a parameter [n, rows, columns], by its name."""
+        return {}
 
     def inactive_parameters(self) -> dict[str, int]:
         """Elements that one token does not meet, by names of parameters: those of experts to which it is not sent."""

@@ -19,8 +19,8 @@ class ParameterInfo:
     name: as checkpoints have it. trainable: it has a gradient, and state of an optimizer; a converter (adapt/base.py) freezes
     others by requires_grad. decay: weight decay applies unless optimizer.groups says otherwise: to matrices and convolution
     kernels; not to norms, biases and what a layer's part exempts. fp32: it stays so where all others are bf16. matrix_rows: rows of
-    the linear maps that stand in it one above another, of q, k and v, say, which an optimizer of matrices takes one by one;
-    empty where it is no such map, as are tables of tokens (the head's too).
+    the linear maps that stand in it one above another, of q, k and v, say, which an optimizer of matrices takes one by one, in
+    each of its matrices where it has three dimensions; empty where it is no such map, as are tables of tokens (the head's too).
     """
 
     name: str
@@ -40,6 +40,8 @@ def parameter_info(model: nn.Module, decay_embeddings: bool = True) -> Parameter
         for declared in ("fp32_parameters", "no_decay_parameters")
     )
     rows = {module.weight: module.parts for module in model.modules() if isinstance(module, Linear)}
+    for _, part in parts_of(model):
+        rows |= {part.get_parameter(name): of_each for name, of_each in part.matrix_rows().items()}
     found = {}
     for name, parameter in model.named_parameters():
         name = clean_name(name)

@@ -41,17 +41,21 @@ def reason_against(config: Config, platform: Platform, parameters: int, ranks: i
     setting = config.train.cuda_graphs
     if setting == "off":
         return "train.cuda_graphs is off"
-    reason = refusal(config.train, ranks, platform, config.model.dropout) or config.objective.cuda_graphs_refusal
+    reason = (
+        refusal(config.train, ranks, platform, config.model.draws_in_training) or config.objective.cuda_graphs_refusal
+    )
+    if reason is None and ranks > 1 and config.model.counts_over_ranks:
+        return "loads of experts are summed over the ranks within a microbatch (balance.tokens: step)"
     if reason is None and ranks > 1 and setting == "auto" and gained_by_run(config, parameters, ranks, one_node) <= 0:
         return f"{ranks} ranks would exchange weights and gradients apart from microbatches that are few and long"
     return reason
 
 
-def refusal(config: TrainConfig, ranks: int, platform: Platform, dropout: float) -> str | None:
+def refusal(config: TrainConfig, ranks: int, platform: Platform, draws: bool) -> str | None:
     """Reason for which there can be no graphs, or with `auto` shall be none; None: there can."""
     if platform.vendor == "cpu":
         return "they need a GPU"
-    if reason := config.cuda_graphs_refusal(ranks, dropout):
+    if reason := config.cuda_graphs_refusal(ranks, draws):
         return reason
     if platform.vendor == "amd" and config.cuda_graphs == "auto":
         return "they were not tried on AMD (train.cuda_graphs: on takes them)"

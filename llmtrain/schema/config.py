@@ -77,7 +77,9 @@ class Config(Section):
         yield from self._objective_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
-        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.model.dropout)):
+        if self.train.cuda_graphs == "on" and (
+            reason := self.train.cuda_graphs_refusal(1, self.model.draws_in_training)
+        ):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
         yield from self._checkpointing_problems()

@@ -42,6 +42,23 @@ StreamName = Annotated[str, AfterValidator(stream_name)]
 StreamSources = Annotated[list[PathText], Field(min_length=1)]
 
 
+class ChatSection(Section):
+    """Conversations, or prompts and their completions, in place of texts: how records become tokens of which some are trained."""
+
+    format: Literal["messages", "completion", "sharegpt", "alpaca"] | None = None
+    """messages: OpenAI's, with `role` and `content`; completion: `prompt` and `completion` or `response`; sharegpt: `conversations`
+    with `from` and `value`; alpaca: `instruction`, `input`, `output`. Default: by the fields of the first record."""
+    fields: dict[str, str] = {}
+    """Names of fields in the records in place of the format's: {prompt: question, completion: answer}."""
+    template: PathText | None = None
+    """A file of Jinja, `chatml`, or `tokenizer` for the tokenizer's own. Default: the tokenizer's own; of prompts and completions
+    that are texts, none."""
+    targets: Literal["last", "all"] = "all"
+    """Answers that are trained: the last of each conversation, or all."""
+    prompts: Annotated[str, Field(pattern=r"^(none|all|length>=\d{1,9})$")] = "none"
+    """Prompts that are trained as well: none, all, or `length>=N`, those of N tokens or more."""
+
+
 class PrepareConfig(Section):
     """Settings of `llmtrain prepare`, which tokenizes text and writes MDS shards (StreamingDataset's format).
 
@@ -67,9 +84,11 @@ class PrepareConfig(Section):
     tokens as `tokenizers` on a sample of the sources, special tokens spelled out among it. The shards are the same with any."""
     seq_len: PositiveInt = 2048
     """Tokens per stored sample."""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "padded"] = "concatenate"
     """concatenate: documents follow one another, and samples cut them anywhere. best_fit: documents stay whole where they fit into
-    a sample, and what stays empty (mostly well below 1 %) is filled; such shards need `data.mask_documents`."""
+    a sample, and what stays empty (mostly well below 1 %) is filled; such shards need `data.mask_documents`. padded: the same with
+    one document in each sample. Conversations are never cut: of them, concatenate is best_fit, and what is longer than a sample is
+    cut off and counted."""
     add_bos_token: bool = False
     """Begin each document with the tokenizer's bos_token."""
     add_eos_token: bool = True
@@ -86,6 +105,9 @@ class PrepareConfig(Section):
     estimated from a sample."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Field or column of a record that holds the text; `a.b` is the field b of the field a."""
+    chat: ChatSection | None = None
+    """Records are conversations, or prompts and completions. Default: they are where the first record has no field `text_key`, but
+    those of a format of `chat.format`."""
     max_bytes: ByteCount | None = None
     """Stop reading sources after this many bytes of text."""
     dedup: bool = False
@@ -112,6 +134,11 @@ class PrepareConfig(Section):
             for name, sources in (self.streams or {}).items()
         }
 
+    @property
+    def fills_samples(self) -> bool:
+        """True where what stays empty of a sample is filled with tokens that are not to be trained."""
+        return self.packing != "concatenate"
+
     def sources_by_path(self) -> dict[str, str]:
         """Every source by its place in this section: sources.0, streams.web.1, ..."""
         listed = {"sources": self.sources} | {f"streams.{name}": some for name, some in (self.streams or {}).items()}
@@ -128,9 +155,9 @@ class PrepareConfig(Section):
             yield Problem(
                 "tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both"
             )
-        if not self.add_eos_token and (self.packing == "best_fit" or not self.add_bos_token):
+        if not self.add_eos_token and self.chat is None and (self.fills_samples or not self.add_bos_token):
             reason = (
-                "packing: best_fit masks" if self.packing == "best_fit" else "without add_bos_token, nothing divides"
+                f"packing: {self.packing} masks" if self.fills_samples else "without add_bos_token, nothing divides"
             )
             yield Problem("add_eos_token", False, f"{reason} documents; leave it at true")
         if self.add_bos_token and self.vocab_size is not None:
@@ -289,8 +316,9 @@ class DataConfig(Section):
             yield Problem("train", None, "give data.train.streams, or data.prepare to make shards first")
         if self.prepare is not None and self.prepare.seq_len != self.seq_len:
             yield Problem("prepare.seq_len", self.prepare.seq_len, f"must equal data.seq_len ({self.seq_len})")
-        if self.prepare is not None and self.prepare.packing == "best_fit" and not self.mask_documents:
-            yield Problem("mask_documents", False, "data.prepare.packing: best_fit fills samples; set this to true")
+        if self.prepare is not None and self.prepare.fills_samples and not self.mask_documents:
+            packing = self.prepare.packing
+            yield Problem("mask_documents", False, f"data.prepare.packing: {packing} fills samples; set this to true")
         if self.cache_limit is not None and (
             kept := [name for name, stream in self.train_streams().items() if stream.remote is None]
         ):

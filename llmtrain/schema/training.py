@@ -213,11 +213,11 @@ class TrainConfig(Section):
         """microbatch_size; with auto the smallest that it may become."""
         return 1 if self.microbatch_size == "auto" else self.microbatch_size
 
-    def cuda_graphs_refusal(self, ranks: int, dropout: float) -> str | None:
-        """Reason for which microbatches can be no CUDA graphs on so many GPUs. dropout: the model's."""
+    def cuda_graphs_refusal(self, ranks: int, draws: bool) -> str | None:
+        """Reason for which microbatches can be no CUDA graphs on so many GPUs. draws: layers draw random numbers in training."""
         if ranks > 1 and (reason := self._exchanged_within_step(ranks)):
             return reason
-        if dropout and self.activation_checkpointing.type != "none":
+        if draws and self.activation_checkpointing.type != "none":
             return "dropout in recomputed layers asks the random generator for its state"
         if self.activation_checkpointing.offload:
             return "inputs of recomputed layers wait in host memory"

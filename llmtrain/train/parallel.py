@@ -99,7 +99,7 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
     for i, block in enumerate(model.blocks):
         if not config.recomputes(i):
             continue
-        options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
+        options: dict[str, Any] = {"preserve_rng_state": model.config.draws_in_training}
         if config.type in ("kernels", "selective"):
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]

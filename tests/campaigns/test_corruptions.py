@@ -108,7 +108,7 @@ def outcome(folder: Path) -> dict[str, str]:
 
 def lines(text: str) -> list[str]:
     """Lines without durations."""
-    return re.sub(r" +[\d.]+ m?s\b", " TIME", text).splitlines()
+    return re.sub(r" +[\d.:]+ (m?s|min|h)\b", " TIME", text).splitlines()
 
 
 class Expected:

@@ -20,7 +20,7 @@ from tests.support.contributing import FIRST, PAGES, ROOT, Example, PageError, R
 EXAMPLES = {example.title: example for path in (FIRST, *PAGES) if (example := parse(path.read_text(encoding="utf-8")))}
 TRAINED = {
     "A mixer": "gated_conv",
-    "A feed-forward layer": "experts",
+    "A feed-forward layer": "sparse",
     "An attention backend": "blockwise",
     "A model family": "arcee",
     "An optimizer": "lion",
@@ -30,10 +30,10 @@ VERBS = ("check", "train", "generate", "eval", "describe")
 REFUSED = {
     "uv run llmtrain check try/run.yaml model.blocks.x.backend=blockwise data.mask_documents=true": "documents apart",
     "uv run llmtrain train try/run.yaml name=lion train.duration='8 steps'": "optimizer.type: lion -> adamw",
-    "uv run llmtrain export try/experts try/experts-exported": "model.blocks.x.mlp.type = experts",
-    "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=experts train.parallel.tensor=2": "of type experts, cannot",
-    "uv run llmtrain check try/run.yaml 'model.blocks.x.mlp={type: experts, d_ff: 8, top_k: 5}'": "exceeds n_experts (4)",
-    "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=experts train.activation_checkpointing.mlp_tokens=8": "reads whole",
+    "uv run llmtrain export try/sparse try/sparse-exported": "model.blocks.x.mlp.type = sparse",
+    "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=sparse train.parallel.tensor=2": "of type sparse, cannot",
+    "uv run llmtrain check try/run.yaml 'model.blocks.x.mlp={type: sparse, d_ff: 8}'": "leaves no channel of d_ff (8)",
+    "uv run llmtrain check try/run.yaml model.blocks.x.mlp.type=sparse train.activation_checkpointing.mlp_tokens=8": "reads whole",
 }
 """Commands that are run after those of the page, and a part of their refusal."""
 
@@ -142,24 +142,22 @@ def test_refusals(ran, command):
     assert ran[command].status == 2 and REFUSED[command] in ran[command].text
 
 
-EXPERTS = "train try/run.yaml model.blocks.x.mlp.type=experts schedule.type=constant train.microbatch_size=1"
+SPARSE = "train try/run.yaml model.blocks.x.mlp.type=sparse schedule.type=constant train.microbatch_size=1"
 
 
-def test_experts_log_their_loss_and_loads_and_say_what_is_active(tree, ran):
-    rows = [json.loads(line) for line in (tree / "try" / "experts" / "metrics.jsonl").read_text().splitlines()]
+def test_a_layer_logs_its_loss_and_what_it_measures(tree, ran):
+    rows = [json.loads(line) for line in (tree / "try" / "sparse" / "metrics.jsonl").read_text().splitlines()]
     for row in (row for row in rows if "loss/train/total" in row):
-        assert 0.02 <= row["loss/train/balance"] < 0.03  # two layers, each at least 0.01
-        assert sum(row[f"blocks.1.mlp/load_{i}"] for i in range(4)) == pytest.approx(1)
-    described = output(ran, "A feed-forward layer", "describe")[0]
-    assert "2 of 4 experts of 128" in described and "189,248" in described and "123,712" in described
+        assert 0 < row["loss/train/sparsity"] < 0.1 and 0.3 < row["blocks.1.mlp/active"] < 0.7
+    assert "sparse MLP 128" in output(ran, "A feed-forward layer", "describe")[0]
 
 
-def test_experts_resume_to_the_same_bits_also_with_recomputation(tree):
+def test_a_layer_with_state_resumes_to_the_same_bits_also_with_recomputation(tree):
     """With the state that their layers change after a step."""
     commands = [
-        f"{EXPERTS} name=whole train.duration='6 steps'",
-        f"{EXPERTS} name=parts train.activation_checkpointing.type=full",
-        f"{EXPERTS} name=parts train.activation_checkpointing.type=full train.duration='6 steps'",
+        f"{SPARSE} name=whole train.duration='6 steps'",
+        f"{SPARSE} name=parts train.activation_checkpointing.type=full",
+        f"{SPARSE} name=parts train.activation_checkpointing.type=full train.duration='6 steps'",
     ]
     for one in run(tree, [f"uv run llmtrain {command}" for command in commands]).values():
         assert one.status == 0, one.text
@@ -167,14 +165,14 @@ def test_experts_resume_to_the_same_bits_also_with_recomputation(tree):
     assert len(whole) == 6 and whole == parts
     checkpoint = tree / "try" / "parts" / "checkpoints" / "step-00000006"
     names = indexes.read(checkpoint, manifests.read(checkpoint)).tensors
-    assert "model.blocks.0.mlp.bias" in names and "model.blocks.0.mlp.load" not in names
+    assert "model.blocks.0.mlp.pressure" in names and "model.blocks.0.mlp.shares" not in names
 
 
-def test_experts_on_two_ranks(tree):
-    """The losses, loads and gradients of one rank."""
+def test_a_layer_with_state_on_two_ranks(tree):
+    """The losses, sums and gradients of one rank."""
     settings = "train.precision=amp_bf16 train.compile=off"
     for name, ranks in (("one", 1), ("two", 2)):
-        words = f"{EXPERTS} {settings} name={name} --nproc {ranks}".replace("'", "").split()
+        words = f"{SPARSE} {settings} name={name} --nproc {ranks}".replace("'", "").split()
         done = subprocess.run(
             [sys.executable, "-m", "llmtrain.cli", *words],
             cwd=tree,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
+from llmtrain.data.chat import template
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.chat import ChatTemplate, chat_template
@@ -143,7 +144,7 @@ def test_a_tokenizers_own_template(tmp_path):
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr("llmtrain.eval.prompts.chat.DOCUMENT_SECONDS", 0.3)
+    monkeypatch.setattr("llmtrain.data.chat.template.DOCUMENT_SECONDS", 0.3)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(EvalError, match=r"chat template x took longer than 0\.3 s"):
-        ChatTemplate(endless, {}, "x")
+        ChatTemplate(template.ChatTemplate(endless, {}, "x"))

@@ -16,10 +16,7 @@ from tests.support import attention
 from tests.support.attention import CASES, Case
 from tests.support.selection import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

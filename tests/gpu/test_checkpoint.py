@@ -11,10 +11,7 @@ from llmtrain.checkpoint.saver import Saver
 from llmtrain.distributed.world import gloo_group, initialize
 from tests.support.runs import read_tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_weights_that_change_at_once_do_not_change_what_is_saved(tmp_path):

@@ -21,10 +21,7 @@ from llmtrain.train.parallel import compile_layers
 from tests.support import experts
 from tests.support.models import VOCAB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 OBJECTIVE = NextToken()
 MODEL = {
     "vocab_size": 512,
@@ -202,7 +199,7 @@ def test_a_capture_that_fails_is_reported_and_training_goes_on():
 
 def test_losses_that_layers_attach_and_their_counts_are_those_of_the_microbatches():
     torch._dynamo.reset()
-    hybrid = HybridLM(experts.config(balance=0.3), dtype=torch.bfloat16).cuda()
+    hybrid = HybridLM(experts.config(balance={"weight": 0.3, "over": "model"}), dtype=torch.bfloat16).cuda()
     hybrid.init_weights(1)
     hybrid.cast(torch.bfloat16)
     ours = CausalLM(hybrid, LossConfig())

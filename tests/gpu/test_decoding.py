@@ -10,10 +10,7 @@ from llmtrain.models.causal_lm import CausalLM
 from tests.support.models import MODELS, VOCAB, build
 from tests.support.selection import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 NEW = 200
 FEW = ("a window and soft caps", "zamba2 as the 1.2B")
 

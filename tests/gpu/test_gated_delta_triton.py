@@ -12,10 +12,7 @@ from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_tra
 from llmtrain.models.segments import ContextParallelRanks
 from tests.support import kernels as support
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 # Heads, key heads, channels of keys and values; batch, tokens; documents, a state; largest beta.
 CASES = {

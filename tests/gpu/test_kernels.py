@@ -17,10 +17,7 @@ from llmtrain.models.loss import ChunkedLoss, PlainLoss
 from tests.support import kernels as support
 from tests.support.selection import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 B, T = 2, 333  # no multiple of any tile
 SPECS = {

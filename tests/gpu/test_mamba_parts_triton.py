@@ -15,10 +15,7 @@ from llmtrain.kernels.rotary.spec import RotarySpec
 from tests.support import kernels as support
 from tests.support.selection import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 CONVOLUTIONS = {

@@ -1,7 +1,6 @@
 """Log-likelihoods of packed prefix trees on a GPU against one forward pass per request."""
 
 import pytest
-import torch
 
 from benchmarks.harness.plan_work import work
 from llmtrain.eval.scoring.packed_plan import PackedPlan
@@ -11,10 +10,7 @@ from tests.support.checkpoints import tokenizer
 from tests.support.models import PACKABLE, build
 from tests.support.scoring import KINDS, assert_same_scores, score_one_by_one
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", PACKABLE)

@@ -11,10 +11,7 @@ from llmtrain.kernels.ssd.prefix_tree_triton import launch_for, prefix_tree_scan
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support import prefix_trees as trees
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 SHAPES = {
     "prompts": trees.prompts(1, 150, documents=8),
     "more behind a segment than one program takes": trees.crowd(200, 7),

@@ -13,10 +13,7 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, build
 from tests.support import kernels as support
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ZAMBA, WIDE, GROUPED, FEW, LIMITED = (

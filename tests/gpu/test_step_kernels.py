@@ -10,10 +10,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from tests.support import steps
 from tests.support.selection import cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = {"bf16": (torch.bfloat16, 0.01), "fp32": (torch.float32, 2e-5)}
 OPTIONS = ("mha", "gqa", "mqa-40-heads", "alibi", "window-gqa", "softcap", "everything", "everything-gqa", "gqa-256")

@@ -287,7 +287,7 @@ def test_selective_checkpointing_keeps_the_output(monkeypatch):
     found = {}
     for kind in ("none", "full", "selective"):
         model: Any = torch.nn.Module()
-        model.blocks, model.config = torch.nn.ModuleList([Attention()]), SimpleNamespace(dropout=0.0)
+        model.blocks, model.config = torch.nn.ModuleList([Attention()]), SimpleNamespace(draws_in_training=False)
         checkpoint_activations(model, ActivationCheckpointing(type=kind))
         leaves = attention.inputs(Case(), 1, 20, torch.float32)
         ran.clear()

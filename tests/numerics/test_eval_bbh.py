@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.native_task import NativeTask, load_task
-from llmtrain.eval.report.exact_match import lm_eval_exact_match
 from llmtrain.eval.report.filters import apply_filters
+from llmtrain.eval.report.process_results import lm_eval_exact_match
 from llmtrain.eval.tasks.documents import Question
 from llmtrain.eval.tasks.filters import ExtractNumber
 from llmtrain.eval.tasks.sections import LmEvalPrompting, Source

@@ -9,29 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedConfig,
-    Zamba2Config,
-    Zamba2ForCausalLM,
-)
+from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
 from tests.numerics import test_hf_decoders as decoders
 from tests.numerics import test_hf_hybrids as hybrids
-from tests.numerics import test_hf_llama as llama
-from tests.numerics import test_hf_mamba2 as mamba2
-from tests.numerics import test_hf_mpt as mpt
-from tests.numerics import test_hf_nemotron_h as nemotron_h
-from tests.numerics import test_hf_zamba2 as zamba2
-from tests.support import hf
+from tests.support import hf, hf_families
 from tests.support.closeness import rounding
 
 # Family -> how its tests draw, its config class and its model class.
@@ -40,12 +23,10 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
         name: (lambda rng, i, peer=peer: peer.draw(rng), peer.config, peer.model)
         for name, peer in decoders.PEERS.items()
     },
-    **{name: (peer.draw, peer.config, peer.model) for name, peer in hybrids.PEERS.items()},
-    "llama": (llama.draw, LlamaConfig, LlamaForCausalLM),
-    "mamba2": (mamba2.draw, Mamba2Config, Mamba2ForCausalLM),
-    "mpt": (mpt.draw, MptConfig, MptForCausalLM),
-    "nemotron_h": (nemotron_h.draw, NemotronHConfig, NemotronHForCausalLM),
-    "zamba2": (zamba2.draw, Zamba2Config, Zamba2ForCausalLM),
+    **{
+        name: (peer.draw, peer.config, peer.model)
+        for name, peer in [*hybrids.PEERS.items(), *hf_families.PEERS.items()]
+    },
 }
 
 # Fields of PreTrainedConfig: of tasks and of what a call returns.

@@ -12,6 +12,7 @@ from torch import Tensor
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
 from llmtrain.convert.lazy_checkpoint import LazyTensor, write_parameters
+from llmtrain.data.tokenize.stored_tokenizer import CHECKSUMS, checksums
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
@@ -43,26 +44,37 @@ def tokenizer() -> TextTokenizer:
     return train_bpe(["the quick brown fox jumps over a lazy dog " * 20], 270)
 
 
-def save(folder: Path, config: ModelConfig, make: Callable[[tuple[int, ...]], Tensor] = torch.randn) -> Path:
-    """Write a checkpoint with tensors made by `make`."""
+def save(
+    folder: Path,
+    config: ModelConfig,
+    make: Callable[[tuple[int, ...]], Tensor] = torch.randn,
+    own: TextTokenizer | None = None,
+) -> Path:
+    """Write a checkpoint with tensors made by `make`, and its own tokenizer."""
     torch.manual_seed(0)
-    return write(folder, config, [bind(make, weight.shape) for weight in family_for_model(config).weights(config)])
+    makes = [bind(make, weight.shape) for weight in family_for_model(config).weights(config)]
+    return write(folder, config, makes, own)
 
 
-def write(folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]]) -> Path:
+def write(
+    folder: Path, config: ModelConfig, makes: Sequence[Callable[[], Tensor]], own: TextTokenizer | None = None
+) -> Path:
     """A tensor at a time, so of any size."""
     weights = family_for_model(config).weights(config)
     return write_tensors(
-        folder, config, [LazyTensor(w.ours, w.shape, make) for w, make in zip(weights, makes, strict=True)]
+        folder, config, [LazyTensor(w.ours, w.shape, make) for w, make in zip(weights, makes, strict=True)], own
     )
 
 
-def write_tensors(folder: Path, config: ModelConfig, lazy: Sequence[LazyTensor]) -> Path:
+def write_tensors(
+    folder: Path, config: ModelConfig, lazy: Sequence[LazyTensor], own: TextTokenizer | None = None
+) -> Path:
     """Write a checkpoint with a tokenizer."""
     folder.mkdir(parents=True)
     files = write_parameters(folder, lazy, progress=lambda size: None, save_id=SAVE_ID)
-    tokenizer().save(folder / "tokenizer")
+    (own or tokenizer()).save(folder / "tokenizer")
     content = {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
+    content[CHECKSUMS] = checksums(folder / "tokenizer")
     manifests.write(
         folder,
         Manifest(save_id=SAVE_ID, step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files),

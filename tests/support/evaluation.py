@@ -64,8 +64,7 @@ class Place:
         step = self.model / "checkpoints" / "step-00000001"
         step.parent.mkdir(parents=True)
         config = ModelConfig.model_validate_json(json.dumps(MODEL))
-        checkpoints.save(step, config, lambda shape: 0.3 * torch.randn(shape, generator=generator))
-        tokenizer.save(step / "tokenizer")
+        checkpoints.save(step, config, lambda shape: 0.3 * torch.randn(shape, generator=generator), tokenizer)
         self.tasks = [str(self._task(name, documents)) for name in TASKS]
         self.write({})
 

@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from llmtrain.bench.kernels import autotuned, report
 from llmtrain.bench.kernels import command as kernels_command
+from llmtrain.bench.kernels import peers, report
 from llmtrain.bench.kernels.cell import Bar, Cell
 from llmtrain.bench.kernels.measure import Ceilings, Result, measure
 from llmtrain.bench.kernels.peers import Contender
@@ -435,7 +435,7 @@ def test_of_a_kernel_that_times_its_variants_a_share_is_compiled_and_one_counts_
         JITFunction, "run", lambda self, *args, grid, warmup, **o: compiled.append((warmup, o["BLOCK"]))
     )
     kernel = triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 32, 64)], key=[])(triton.jit(_scale))
-    with autotuned.compile_share(1, 2):
+    with peers.compile_share(1, 2):
         kernel[(1,)](1)
     assert compiled == [(True, 32)]
     assert kernel.best_config.kwargs["BLOCK"] == 16

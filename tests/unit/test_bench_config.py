@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from llmtrain.bench.tune import backends, config_command
-from llmtrain.bench.tune.config_cases import items, shapes
+from llmtrain.bench.tune.config_command import items, shapes
 from llmtrain.commands.bench import add_bench
 from llmtrain.doctor import blocks
 from llmtrain.errors import UserError

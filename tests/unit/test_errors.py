@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import llmtrain
+from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import read_bytes
 from llmtrain.errors import Preempted, RunError, UserError, exit_status, without_credentials
 from llmtrain.logs import copied_to, log
 from llmtrain.schema.load import load_config
@@ -147,13 +149,32 @@ def refuse(number: int, file: Path) -> None:
         (lambda folder: (folder / "loop").open(), 2, "loop: Too many levels of symbolic links"),
         (lambda folder: refuse(errno.EACCES, folder / "a"), 1, "a: Permission denied"),
         (lambda folder: refuse(errno.ENOSPC, folder / "a"), 1, "a: No space left on device"),
+        (lambda folder: refuse(errno.EIO, folder / "a"), 1, "a: Input/output error"),
+        (lambda folder: replace_file(folder / "folder", b""), 2, "folder: Is a directory"),
+        (lambda folder: read_bytes(folder / "pipe"), 2, "pipe: not a regular file"),
+        (lambda folder: read_bytes("/dev/zero"), 2, "/dev/zero: not a regular file"),
+        (lambda folder: (folder / "file" / "a").stat(), 2, "a: Not a directory"),
     ],
-    ids=["long", "loop resolved", "loop opened", "no permission", "full"],
+    ids=[
+        "long",
+        "loop resolved",
+        "loop opened",
+        "no permission",
+        "full",
+        "broken",
+        "folder",
+        "pipe",
+        "device",
+        "no folder",
+    ],
 )
 def test_a_file_whose_name_or_place_is_not_allowed_is_named_without_a_traceback(
     tmp_path, capsys, command, status, said
 ):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
     assert exit_status(lambda: command(tmp_path) and None) == status
     error = capsys.readouterr().err
     assert re.search(said, error) and "Traceback" not in error

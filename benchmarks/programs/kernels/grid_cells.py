@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmtrain.bench.kernels.cell import Cell, cell
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
@@ -30,57 +32,12 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"alibi_max_bias": 8.0},
     {"softcap": 30.0},
 )
-# (query heads, key/value heads, head_dim, T, what there is beyond causality), from the models' published configs.
-PUBLISHED: dict[str, tuple[tuple[int, int, int, int, dict[str, Any]], ...]] = {
-    "Llama 3.1 8B": ((32, 8, 128, 8192, {}), (32, 8, 128, 8192, {"documents": True})),
-    "Llama 3.1 70B": ((64, 8, 128, 8192, {}),),
-    "Llama 3.2 1B": ((32, 8, 64, 8192, {}),),
-    "Llama 3.2 3B": ((24, 8, 128, 8192, {}),),
-    "Qwen2.5 0.5B": ((14, 2, 64, 4096, {}),),
-    "Qwen2.5 1.5B": ((12, 2, 128, 4096, {}),),
-    "Qwen2.5 7B": ((28, 4, 128, 4096, {}),),
-    "Qwen2.5 32B": ((40, 8, 128, 4096, {}),),
-    "Qwen3 1.7B": ((16, 8, 128, 4096, {}),),
-    "Qwen3 8B": ((32, 8, 128, 4096, {}),),
-    "Mistral 7B": ((32, 8, 128, 8192, {"sliding_window": 4096}),),
-    "Gemma 2 2B": ((8, 4, 256, 8192, {"softcap": 50.0, "sliding_window": 4096}), (8, 4, 256, 8192, {"softcap": 50.0})),
-    "Gemma 2 27B": ((32, 16, 128, 8192, {"softcap": 50.0, "sliding_window": 4096}), (32, 16, 128, 8192, {"softcap": 50.0})),
-    "Gemma 3 1B": ((4, 1, 256, 4096, {"sliding_window": 512}), (4, 1, 256, 4096, {})),
-    "Gemma 3 4B": ((8, 4, 256, 8192, {"sliding_window": 1024}), (8, 4, 256, 8192, {})),
-    "Gemma 3 12B": ((16, 8, 256, 8192, {"sliding_window": 1024}), (16, 8, 256, 8192, {})),
-    "Gemma 3 27B": ((32, 16, 128, 8192, {"sliding_window": 1024}),),
-    "OLMo 2 7B": ((32, 32, 128, 4096, {}),),
-    "OLMo 2 32B": ((40, 8, 128, 4096, {}),),
-    "Granite 4 tiny": ((12, 4, 128, 4096, {}),),
-    "Nemotron-H 8B": ((32, 8, 128, 8192, {}),),
-    "Falcon-H1 7B": ((12, 2, 128, 4096, {}),),
-    "Falcon-H1 34B": ((20, 4, 128, 4096, {}),),
-    "Zamba2 1.2B": ((32, 32, 128, 4096, {}),),
-    "Zamba2 2.7B": ((32, 32, 160, 4096, {}),),
-    "Zamba2 7B": ((32, 32, 224, 4096, {}),),
-    "MPT 7B": ((32, 32, 128, 2048, {"alibi_max_bias": 8.0}),),
-    "MPT 30B": ((64, 64, 112, 2048, {"alibi_max_bias": 8.0}),),
-}  # fmt: skip
-# (heads, head_dim, d_state, groups), from the models' published configs.
-SCANS: dict[str, tuple[int, int, int, int]] = {
-    "Mamba-2 130M": (24, 64, 128, 1),
-    "Mamba-2 1.3B": (64, 64, 128, 1),
-    "Mamba-2 2.7B": (80, 64, 128, 1),
-    "Zamba2 1.2B": (64, 64, 128, 1),
-    "Zamba2 2.7B": (80, 64, 64, 1),
-    "Zamba2 7B": (112, 64, 64, 2),
-    "Nemotron-H 8B": (128, 64, 128, 8),
-    "Granite 4 tiny": (48, 64, 128, 1),
-    "Granite 4 small": (128, 64, 128, 1),
-    "Falcon-H1 0.5B": (24, 64, 128, 1),
-    "Falcon-H1 7B": (24, 128, 256, 1),
-    "Falcon-H1 34B": (32, 128, 256, 2),
-}
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 
 
 def attention() -> list[Shape]:
     """Every shape once."""
-    found = [*_shipped(), *(_shape(*one) for model in PUBLISHED.values() for one in model)]
+    found = [*_shipped(), *(_shape(*one) for model in PUBLISHED["attention"].values() for one in model)]
     for features in FEATURES:
         for head_dim in HEAD_DIMS:
             heads = max(8, 2048 // head_dim // 8 * 8)
@@ -115,7 +72,7 @@ def drawn_attention(count: int, seed: int) -> list[Shape]:
 
 def scans() -> list[Shape]:
     """Every scan once: those of models at 4,096 tokens, then sizes in turn, then lengths, also such as no chunk divides."""
-    found = [_scan(*model, 4096) for model in SCANS.values()]
+    found = [_scan(*model, 4096) for model in PUBLISHED["scans"].values()]
     found += [_scan(spec.n_heads, spec.head_dim, spec.d_state, spec.n_groups, 4096) for spec in _shipped_scans()]
     for d_state in (16, 64, 128, 256):
         for head_dim in (64, 128):

@@ -1,19 +1,63 @@
 """Contenders of a cell: backends of the registry, and public kernels that are no backend or are called otherwise here."""
 
+import contextlib
 import functools
+import gc
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmtrain.bench.kernels import autotuned
 from llmtrain.kernels import operation as operations
 from llmtrain.kernels import platform
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.operation import Function, Operation, Shape, leaves, run_both
+
+
+@contextlib.contextmanager
+def compile_share(k: int, n: int) -> Iterator[None]:
+    """Inside, an autotuned kernel compiles every n-th of its variants from the k-th on, and nothing is launched.
+
+    Results computed meanwhile are meaningless. Kernels that are not autotuned are compiled too.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    tune, launch = Autotuner.run, JITFunction.run
+
+    def share(self: Any, *args: Any, **options: Any) -> None:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        configs = self.prune_configs(options)
+        self.best_config = configs[0]  # the callers of some kernels ask which variant ran
+        for config in configs[k::n]:
+            with contextlib.suppress(Exception):  # a variant that does not compile is not chosen either
+                self.fn.run(*args, **{**options, **config.all_kwargs()})
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    Autotuner.run, JITFunction.run = share, compile_only
+    try:
+        yield
+    finally:
+        Autotuner.run, JITFunction.run = tune, launch
+
+
+def hasten(warmup_ms: int = 3, rep_ms: int = 12) -> None:
+    """Make all existing autotuners time their variants for a shorter while."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    def bench(call: Any, quantiles: Any) -> Any:
+        return triton.testing.do_bench(call, warmup=warmup_ms, rep=rep_ms, quantiles=quantiles)
+
+    for one in gc.get_objects():
+        if issubclass(type(one), Autotuner):  # isinstance would look into dead weak references
+            one._do_bench = bench
+
 
 OURS = "triton"
 
@@ -54,7 +98,7 @@ def built(one: Operation, name: str, shape: Shape, device: str) -> Function:
 def _warmed(one: Operation, shape: Shape, make: Callable[[], Function]) -> Callable[[int, int], None]:
     def warm(k: int, n: int) -> None:
         tensors, up = one.draw(shape, "cuda")
-        with autotuned.compile_share(k, n):
+        with compile_share(k, n):
             run_both(make(), leaves(tensors), up)
 
     return warm
@@ -114,7 +158,7 @@ def mamba_scan(chunk: int) -> Callable[..., Tensor]:
     """mamba_ssm's scan, which times its variants on its first call."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
 
-    autotuned.hasten()
+    hasten()
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
         return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
@@ -154,6 +198,6 @@ def _fla_delta_rule(spec: GatedDeltaSpec) -> Callable[..., Tensor]:
     from llmtrain.kernels.gated_delta.fla import build
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    autotuned.hasten()
+    hasten()
     kernel = build(spec, platform.detect(), "")
     return lambda *tensors: kernel(*tensors)[0]

@@ -9,9 +9,8 @@ from typing import Any
 
 from llmtrain.adapt.base import meta_model
 from llmtrain.bench.machine import facts
-from llmtrain.bench.train.cases import Case, cases
+from llmtrain.bench.train.cases import Case, cases, digest
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
-from llmtrain.bench.train.models import digest
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.output_folder import replace_file, unwritable_reason

@@ -2,7 +2,9 @@
 
 The operation is called as on a GPU, with tensors that have no memory; where it would launch a kernel, the kernel is
 compiled, with the pointer hints of a real launch. What was compiled lies in Triton's cache on disk, where a process with
-the GPU finds it. Processes of their own do it (worker.py), because a compiler can hang or crash.
+the GPU finds it. Processes of their own do it, because a compiler can hang or crash:
+
+python -m llmtrain.bench.tune.compiling sm90
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ import os
 import queue
 import re
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtrain.bench.tune.processes import Worker
+from llmtrain.bench.tune.processes import Worker, serve
+from llmtrain.kernels.operation import search
 from llmtrain.kernels.platform import Platform
 
 NUM_SMS = 132  # of the stand-in, where the number matters at all
@@ -110,7 +115,7 @@ class Compilers:
         except queue.Empty:
             # Without a GPU: what is compiled needs none, and contexts cost memory and time.
             alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            process = Worker("llmtrain.bench.tune.worker", task.arch, **alone, **task.environment)
+            process = Worker("llmtrain.bench.tune.compiling", task.arch, **alone, **task.environment)
             with self._lock:
                 self._all.append(process)
         wanted = {"operation": task.operation, "case": task.case, "part": task.part, "launch": task.launch}
@@ -241,3 +246,21 @@ def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     assert found, f"{pattern} is not in {text[-2000:]}"
     return int(found[1])
+
+
+def done(arch: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    began, failed = time.perf_counter(), None
+    with compile_only(arch) as kernels:
+        try:
+            one = search(wanted["operation"], wanted["case"], "meta", platform_of(arch))
+            kernels.clear()
+            one.runner(wanted["part"], wanted["launch"])()
+        except Exception as error:
+            while error.__cause__ is not None:  # the innermost function says what is wrong
+                error = error.__cause__
+            failed = f"{type(error).__name__}: {error}".replace("\n", " ")[-300:]
+    return {"kernels": kernels, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
+
+
+if __name__ == "__main__":
+    serve(lambda wanted: done(sys.argv[1], wanted))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.regular_file import parse_json
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -32,7 +32,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read the header. Raises HeaderError for a file that is no safetensors file, OSError if it cannot be read."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= _MAX_HEADER_BYTES:
             raise HeaderError("it does not begin as a safetensors file")

@@ -182,7 +182,7 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda size: None) -
     """xxh3_128 of a file's content, in hex."""
     found = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while got := file.readinto(buffer):
             found.update(buffer[:got])
             progress(got)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmtrain.checkpoint.format.header import Header, read_header
 from llmtrain.checkpoint.format.manifest import FileRecord
+from llmtrain.config.regular_file import open_regular
 from llmtrain.errors import UserError
 
 Item = TypeVar("Item")
@@ -132,7 +133,7 @@ class TensorSource:
     def __init__(self, path: Path):
         self._path = path
         self._header: Header = read_header(path)
-        self._handle = os.open(path, os.O_RDONLY)
+        self._file = open_regular(path)
 
     def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise UserError unless the file has this tensor, whole."""
@@ -157,7 +158,7 @@ class TensorSource:
         view = wanted.reshape(-1).view(torch.uint8).numpy().data
         at = self.place(key)[0] + first * wanted.element_size()
         while view:
-            got = os.preadv(self._handle, [view], at)
+            got = os.preadv(self._file.fileno(), [view], at)
             if not got:
                 raise EOFError(f"{self._path.name} ends within {key}")
             view, at = view[got:], at + got
@@ -166,4 +167,4 @@ class TensorSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+        self._file.close()

@@ -14,7 +14,7 @@ import xxhash
 
 from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file, sync_folder
 from llmtrain.checkpoint.stores.base import StoreError
-from llmtrain.config.regular_file import read_bytes
+from llmtrain.config.regular_file import open_regular, read_bytes
 
 _READ_BYTES = 8 * 2**20
 _SENDING = ".sending-"
@@ -71,7 +71,7 @@ class MountedStore:
 
     def stream(self, name: str, size: int) -> Iterator[bytes]:
         at = 0
-        with self._failing(name), (self._root / name).open("rb") as file:
+        with self._failing(name), open_regular(self._root / name) as file:
             while chunk := file.read(_READ_BYTES):
                 at += len(chunk)
                 yield chunk

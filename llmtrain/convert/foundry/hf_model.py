@@ -10,78 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmtrain.config.base import Problem
 from llmtrain.config.regular_file import read_json
 from llmtrain.convert.foundry.settings import Settings
 from llmtrain.errors import UserError
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2"},
-    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 24},
-    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_head": 20, "n_layer": 36},
-    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48},
-    "gpt-neo-125m": {
-        "model_type": "gpt_neo",
-        "hidden_size": 768,
-        "num_layers": 12,
-        "num_heads": 12,
-        "attention_types": [[["global", "local"], 6]],
-    },
-    "opt-125m": {"model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12},
-    "opt-1.3b": {
-        "model_type": "opt",
-        "hidden_size": 2048,
-        "ffn_dim": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-    },
-    "opt-2.7b": {
-        "model_type": "opt",
-        "hidden_size": 2560,
-        "ffn_dim": 10240,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-2-7b": {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "mpt-7b": {
-        "model_type": "mpt",
-        "d_model": 4096,
-        "n_heads": 32,
-        "n_layers": 32,
-        "vocab_size": 50432,
-        "no_bias": True,
-        "attn_config": {"alibi": True},
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-    },
-}
+PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("hf_configs.yaml").read_text(encoding="utf-8")
+)
 """Model -> its config.json on the Hugging Face hub, as far as it differs from the class's defaults."""
 
 _ALIASES = {"meta-llama-3-8b": "llama-3-8b", "meta-llama-3.1-8b": "llama-3.1-8b", "llama-2-7b-hf": "llama-2-7b"}

@@ -7,7 +7,9 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
+from llmtrain.data.shards.index import ShardError
 from llmtrain.data.shards.packing import document_ends
+from llmtrain.data.shards.token_flags import ENDS, NOT_MARKED, TRAINED
 
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""
@@ -54,13 +56,25 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
     )
 
 
-def collate_packed(samples: list[dict[str, Any]], eod_id: int, begins: bool | None = None) -> PackedBatch:
+def collate_packed(
+    samples: list[dict[str, Any]], eod_id: int, begins: bool | None = None, trained_only: bool = False
+) -> PackedBatch:
     """Stack samples with document ids; the first token of a document is no label of the token before it.
 
-    eod_id, begins: as in document_ends.
+    eod_id, begins: as in document_ends, for samples without flags. trained_only: only trained tokens are labels. Raises ShardError
+    for samples that have none marked.
     """
     batch = collate(samples)
     ends = torch.from_numpy(document_ends(batch["input_ids"].numpy(), eod_id, begins))
+    for row, sample in enumerate(samples):
+        if "flags" in sample:
+            flags = torch.from_numpy(sample["flags"].copy())
+            ends[row] = (flags & ENDS) != 0
+            batch["text_bytes"][row] = -1
+            if trained_only:
+                batch["labels"][row, :-1].masked_fill_((flags[1:] & TRAINED) == 0, IGNORED)
+        elif trained_only and sample["sample_id"] >= 0:
+            raise ShardError(f"sample {sample['sample_id']} {NOT_MARKED}")
     batch["labels"][ends] = IGNORED
     batch["label_counts"] = (batch["labels"] != IGNORED).sum(1)
     # Shards do not record how much text the removed labels stand for.

@@ -65,23 +65,34 @@ def _rank_batch_size(global_batch_size: int, replication: int) -> int:
     return global_batch_size // world_size
 
 
-def _loader_options(data: DataConfig) -> dict[str, Any]:
+def _loader_options(data: DataConfig, trained_only: bool) -> dict[str, Any]:
     num_workers, found = data.num_workers, end_of_document(data)
+    if trained_only and found is None:
+        raise UserError("conversations are packed with masks between them: set data.mask_documents: true")
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "worker_init_fn": serve_parent if num_workers else None,
         "pin_memory": torch.cuda.is_available(),
-        "collate_fn": collated(collate if found is None else functools.partial(collate_packed, **found._asdict())),
+        "collate_fn": collated(
+            collate
+            if found is None
+            else functools.partial(collate_packed, **found._asdict(), trained_only=trained_only)
+        ),
     }
 
 
 def build_train_loader(
-    data: DataConfig, *, global_batch_size: int, vocab_size: int | None = None, replication: int = 1
+    data: DataConfig,
+    *,
+    global_batch_size: int,
+    vocab_size: int | None = None,
+    replication: int = 1,
+    trained_only: bool = False,
 ) -> TrainLoader:
     """This rank's part of the training data: batches of global_batch_size * replication / WORLD_SIZE samples.
 
-    replication: consecutive ranks that read the same samples.
+    replication: consecutive ranks that read the same samples. trained_only: only tokens that are marked as trained are labels.
     Raises UserError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
     iterator, when a token is not below vocab_size.
     """
@@ -90,7 +101,7 @@ def build_train_loader(
     dataset = TokenDataset(
         data, streams, global_batch_size=global_batch_size, vocab_size=vocab_size, replication=replication
     )
-    return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data))
+    return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data, trained_only))
 
 
 class ValidationDataset(IterableDataset):
@@ -172,11 +183,12 @@ def build_validation_loader(
     max_samples: int | None = None,
     vocab_size: int | None = None,
     replication: int = 1,
+    trained_only: bool = False,
 ) -> ValidationLoader | None:
     """This rank's part of the validation data, not shuffled, or None if the config names none.
 
     Fillers have sample_id -1 and only ignored labels, so a mean over batches must be weighted by labels, and a rank's
-    batch may have none. max_samples: number of samples to take, evenly spaced. replication: as build_train_loader's.
+    batch may have none. max_samples: number of samples to take, evenly spaced. replication, trained_only: as build_train_loader's.
     Raises UserError if the ranks do not divide the batch.
     """
     streams = data.validation_streams()
@@ -186,4 +198,4 @@ def build_validation_loader(
     cached = [CachedStream.of(name, stream, data) for name, stream in streams.items()]
     samples = TokenSamples(cached, seq_len=data.seq_len, vocab_size=vocab_size)
     dataset = ValidationDataset(samples, list(streams), global_batch_size, max_samples, replication)
-    return ValidationLoader(dataset, batch_size=batch_size, **_loader_options(data))
+    return ValidationLoader(dataset, batch_size=batch_size, **_loader_options(data, trained_only))

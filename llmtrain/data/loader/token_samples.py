@@ -14,6 +14,7 @@ from llmtrain.data.loader.cache_room import CacheRoom
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.shards.checks import cache_fault
 from llmtrain.data.shards.index import TOKEN_COLUMNS, ShardError, verify_shard
+from llmtrain.data.shards.token_flags import COLUMN
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 
@@ -22,7 +23,8 @@ _ATTEMPTS = 8
 
 
 class TokenSamples:
-    """Samples {tokens: int [seq_len], sample_id: int, text_bytes: int} of all streams. Ids number them in the order of the config;
+    """Samples {tokens: int [seq_len], sample_id: int, text_bytes: int} of all streams, of conversations also flags: uint8 [seq_len]
+    (token_flags.py). Ids number them in the order of the config;
     they are the same in every epoch and on every rank.
 
     A shard is compared with its index when a process first reads it: size, number of samples, hash. Processes that read from the
@@ -117,7 +119,8 @@ class TokenSamples:
                 f"sample {sample_id} has token {wrong}, but model.vocab_size is {self.vocab_size}: the shards were made "
                 "with a larger tokenizer, or are no tokens"
             )
-        return {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
+        sample = {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
+        return sample if (flags := record.get(COLUMN)) is None else sample | {"flags": flags}
 
     def _record(self, shard: int, row: int) -> dict[str, Any]:
         stream, number = self._stream(shard)

@@ -11,6 +11,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from llmtrain.config.regular_file import parse_json
 from llmtrain.errors import UserError
 
 _ZIP = b"PK"
@@ -39,7 +40,7 @@ def unpack_arrays(content: bytes) -> dict[str, NDArray]:
         raise UserError(str(error)) from error
     at = 8 + int.from_bytes(plain[:8], "little")
     arrays = {}
-    for name, dtype, shape in json.loads(plain[8:at]):
+    for name, dtype, shape in parse_json(plain[8:at]):
         count = int(np.prod(shape, dtype=np.int64))
         arrays[name] = np.frombuffer(plain, dtype, count, at).reshape(shape) if count else np.zeros(shape, dtype)
         at += arrays[name].nbytes

@@ -13,6 +13,8 @@ from typing import Any
 from llmtrain import __version__
 from llmtrain.config.output_folder import make_marked, replace_file, working_folder
 from llmtrain.config.regular_file import read_bytes, read_text
+from llmtrain.data.chat.recognise import chat_settings, key_of, recognised, train_tokenizer
+from llmtrain.data.chat.samples import ChatSettings
 from llmtrain.data.partitions.cutting import Partition, cut, identify
 from llmtrain.data.partitions.dedup import find_duplicates, has_hashes, without
 from llmtrain.data.partitions.maker import MakeSettings
@@ -29,6 +31,7 @@ from llmtrain.data.partitions.prepared_folder import (
     fingerprint,
     lock_folder,
     refuse_other,
+    setting,
 )
 from llmtrain.data.partitions.ray_engine import make_partitions_on_ray
 from llmtrain.data.partitions.report import PartitionReport, copy_partition, read_report
@@ -37,12 +40,12 @@ from llmtrain.data.partitions.workers import Task, available_cores, make_partiti
 from llmtrain.data.prepare_problems import refuse_own_folder, refuse_token_files
 from llmtrain.data.shards.packing import token_dtype
 from llmtrain.data.sources.files import PassedOver, PrepareError, list_files, named_twice
-from llmtrain.data.sources.sample import proof_texts, training_texts
+from llmtrain.data.sources.sample import proof_texts
 from llmtrain.data.sources.tolerance import Tolerance
 from llmtrain.data.tokenize.encode import DocumentMarks
 from llmtrain.data.tokenize.engine_choice import EngineChoice, choose_engine
 from llmtrain.data.tokenize.engines import EngineError
-from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.logs import log
 from llmtrain.progress import ByteBar
 from llmtrain.schema.data import PrepareConfig
@@ -71,9 +74,11 @@ class FolderMaker:
     """The making of one folder, in `folder`, which stays until it is complete. Raises PrepareError for its sources."""
 
     def __init__(self, config: PrepareConfig, out: Path, address: str | None) -> None:
-        self.config, self.out, self.folder = config, out, working_folder(out)
+        self.out, self.folder = out, working_folder(out)
         self.store = StoredFolder.of(address, self.folder, config) if address else None
+        self.config = config = recognised(config)
         self.passed_over = PassedOver()
+        self.chat: ChatSettings | None = None
         self.tolerance = Tolerance(config.max_bad, config.skip_bad_records)
         self.files = list_files(config.sources, self.passed_over)
         self.total = sum(file.size for file in self.files)
@@ -88,7 +93,15 @@ class FolderMaker:
     def describe(self) -> dict[str, Any]:
         """All inputs that the folder depends on."""
         self.marks = file_marks(self.files)
-        return describe_inputs(self.config, self.files, self.marks)
+        inputs = describe_inputs(self.config, self.files, self.marks)
+        if self.config.chat is not None:
+            self.chat = chat_settings(
+                self.config, load_tokenizer(self.config.tokenizer) if self.config.tokenizer else None
+            )
+            template = self.chat.template if self.chat else None
+            inputs["chat_template"] = template and template.digest
+        self.text_key = key_of(self.config, self.chat)
+        return inputs
 
     def find_reusable(self, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
         """See prepared_folder.find_reusable."""
@@ -177,6 +190,8 @@ class FolderMaker:
         if self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs):
             return load_tokenizer(self.folder / "tokenizer")
         tokenizer = load_tokenizer(self.config.tokenizer) if self.config.tokenizer else self._train_tokenizer()
+        if self.chat is not None and self.chat.template is not None:
+            tokenizer = replace(tokenizer, chat_template=self.chat.template.text)
         tokenizer.save(self.folder / "tokenizer")
         replace_file(made_from, fingerprint(inputs).encode())
         return tokenizer
@@ -191,8 +206,7 @@ class FolderMaker:
             )
 
     def _train_tokenizer(self) -> TextTokenizer:
-        assert self.config.vocab_size is not None  # PrepareConfig.problems()
-        return train_bpe(training_texts(self.config, self.files), self.config.vocab_size)
+        return train_tokenizer([(self.config, self.files)])
 
     def _partitions(self, tokenizer: TextTokenizer) -> list[Partition]:
         config = self.config
@@ -209,8 +223,13 @@ class FolderMaker:
                 for name in ("add_bos_token", "add_eos_token", "packing", "compression")
                 if getattr(config, name) != LATER_SETTINGS[name]
             },
+            **(
+                {}
+                if self.chat is None
+                else {"chat": [setting(config, "chat"), self.chat.template and self.chat.template.text]}
+            ),
         }
-        return identify(list(cut(self.files, config.text_key)), self.marks, settings)
+        return identify(list(cut(self.files, self.text_key)), self.marks, settings)
 
     def _tasks(self, partitions: list[Partition]) -> list[Task]:
         keeps_text = self.config.validation_fraction > 0
@@ -316,6 +335,8 @@ class FolderMaker:
         return make_partitions(tasks, settings, workers or available_cores(), bar.advance)
 
     def _engine(self, tokenizer: TextTokenizer) -> EngineChoice:
+        if self.chat is not None:
+            return EngineChoice()
         wanted, settings = self.config.tokenizer_engine, tokenizer.backend.to_str()
         sample = proof_texts(self.files, self.config.text_key) if wanted != "tokenizers" else []
         try:
@@ -342,10 +363,11 @@ class FolderMaker:
             seq_len=config.seq_len,
             packing=config.packing,
             compression=config.compression,
-            text_key=config.text_key,
+            text_key=self.text_key,
             seed=config.seed,
             validation_fraction=config.validation_fraction,
             tolerance=self.tolerance,
+            chat=self.chat,
             store=self.store,
         )
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
+from llmtrain.data.chat.encode import ChatEncoder
+from llmtrain.data.chat.samples import ChatSettings
 from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
 from llmtrain.data.partitions.cutting import Partition
@@ -55,6 +57,8 @@ class MakeSettings:
     seed: int
     validation_fraction: float
     tolerance: Tolerance = field(default_factory=Tolerance)
+    chat: ChatSettings | None = None
+    """Records are conversations."""
     store: StoredFolder | None = None
     """Gets each partition that is finished."""
 
@@ -68,9 +72,18 @@ class PartitionMaker:
 
     def __init__(self, settings: MakeSettings, advance: Callable[[int], None]) -> None:
         self.settings, self.advance = settings, advance
-        self.encoder = Encoder(
-            settings.tokenizer, settings.marks, settings.seed, settings.validation_fraction, settings.engine
-        )
+
+    @functools.cached_property
+    def encoder(self) -> Encoder:
+        of = self.settings
+        return Encoder(of.tokenizer, of.marks, of.seed, of.validation_fraction, of.engine)
+
+    @functools.cached_property
+    def chat_encoder(self) -> ChatEncoder | None:
+        of = self.settings
+        if of.chat is None:
+            return None
+        return ChatEncoder(of.tokenizer, of.marks, of.chat, of.seq_len, of.seed, of.validation_fraction)
 
     @functools.cached_property
     def token_files(self) -> TokenFileReader:
@@ -114,7 +127,9 @@ class _Attempt:
         self.left_out = frozenset(duplicates.tolist() if duplicates is not None else ())
         self.copies: list[tuple[int, int]] = []
         self.first_token: int | None = None
-        self.duplicate_count = 0
+        self.duplicate_count = self.untrained_count = 0
+        self.untrained: list[tuple[int, int]] = []
+        self.truncated: dict[str, tuple[int, int]] = {}
         settings = self.settings = maker.settings
         self._unreported_bytes = 0  # stored bytes of the slice that advance() was not called with yet
         self.left, self.keeps_text = limit, keeps_text
@@ -138,7 +153,9 @@ class _Attempt:
                 name == "validation",
                 len(names) > 1,
                 settings.compression,
-                settings.marks.eod_id if settings.packing == "best_fit" else None,
+                settings.marks.eod_id if settings.packing != "concatenate" else None,
+                settings.packing == "padded",
+                settings.chat is not None,
             )
             for name in names
         }
@@ -273,21 +290,38 @@ class _Attempt:
     def _encode(self) -> None:
         if not self.pieces:
             return
-        batch = self.maker.encoder(self.pieces)
+        records = np.fromiter(itertools.chain.from_iterable(some.records for some in self.pieces), np.int64)
+        origins = np.repeat(self.origins, [len(some.texts) for some in self.pieces])
+        if self.maker.chat_encoder is not None:
+            batch, cut, useless = self.maker.chat_encoder(self.pieces)
+            self._note_cut(cut)
+            self.untrained_count += int(useless.sum())
+            named = zip(origins[useless].tolist(), records[useless].tolist(), strict=True)
+            self.untrained += itertools.islice(named, NAMED_BAD_RECORDS - len(self.untrained))
+            batch, records, origins = batch.select(~useless), records[~useless], origins[~useless]
+        else:
+            batch = self.maker.encoder(self.pieces)
         if self.keeps_text and batch.held_out.any():
             texts = list(itertools.chain.from_iterable(some.texts for some in self.pieces))
             for number in np.flatnonzero(batch.held_out).tolist():
                 if len(self.held_text) < XZ_BYTES:
                     self.held_text += texts[number].encode()[: XZ_BYTES - len(self.held_text)]
-        records = np.fromiter(itertools.chain.from_iterable(some.records for some in self.pieces), np.int64)
-        self._take(batch, records, np.repeat(self.origins, [len(some.texts) for some in self.pieces]))
+        self._take(batch, records, origins)
         self._report_progress(min(self._unreported_bytes, self.characters))
         self.pieces, self.origins, self.characters = [], [], 0
+
+    def _note_cut(self, cut: NDArray[np.int64]) -> None:
+        """Count conversations that are longer than a sample, by file. cut: the tokens that each has lost."""
+        files = np.repeat([some.file for some in self.pieces], [len(some.texts) for some in self.pieces])
+        for file, tokens in zip(files[cut > 0].tolist(), cut[cut > 0].tolist(), strict=True):
+            count, lost = self.truncated.get(file, (0, 0))
+            self.truncated[file] = count + 1, lost + tokens
 
     def _take(self, batch: EncodedBatch, records: NDArray[np.int64], origins: NDArray[np.int64]) -> None:
         """Pack a batch. records, origins: of each piece, its number and that of its slice."""
         self.read_bytes += int(batch.text_bytes.sum())
-        if self.first_token is None and len(batch.tokens) and batch.tokens[0] > 1:
+        flagged = self.settings.chat is not None
+        if self.first_token is None and not flagged and len(batch.tokens) and batch.tokens[0] > 1:
             self.first_token = int(batch.ids[0])
         for name, writer in self.writers.items():
             held = writer.held_out
@@ -326,6 +360,9 @@ class _Attempt:
             passed_over_bytes=self.passed_over_bytes,
             duplicate_count=self.duplicate_count,
             copies=self.copies,
+            truncated=self.truncated,
+            untrained_count=self.untrained_count,
+            untrained=self.untrained,
             first_token=self.first_token,
         )
         layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}

@@ -55,12 +55,17 @@ def merge(
         for name in names
     }
     counts = {name: np.zeros(vocab_size, np.int64) for name in names}
-    merged, copies = MergedDocuments(config.sources), []
+    merged, copies, untrained = MergedDocuments(config.sources), [], []
+    truncated: dict[str, tuple[int, int]] = {}
     for number, (partition, report) in enumerate(zip(partitions, reports, strict=False), 1):
         arrays, documents = report.arrays(folder), read_documents(folder / REPORTS, report.id)
         assert documents is not None  # or the report would not count as finished
         merged.begin(report.id, partition, documents)
         copies += [merged.place(*copy) for copy in report.copies[: NAMED_BAD_RECORDS - len(copies)]]
+        untrained += [merged.place(*one) for one in report.untrained[: NAMED_BAD_RECORDS - len(untrained)]]
+        for file, (number_cut, lost) in report.truncated.items():
+            before = truncated.get(file, (0, 0))
+            truncated[file] = before[0] + number_cut, before[1] + lost
         for name, writer in writers.items():
             counts[name] += arrays[f"counts_{name}"]
             tokens = len(arrays[f"rest_{name}"])
@@ -112,6 +117,14 @@ def merge(
             if config.dedup
             else {}
         ),
+        **(
+            {
+                "truncated": truncated,
+                "untrained": {"count": sum(report.untrained_count for report in reports), "first": untrained},
+            }
+            if config.chat is not None
+            else {}
+        ),
         "partitions": [report.id for report in reports],
         "baselines": _baselines(folder, reports, counts, splits),
     }
@@ -132,6 +145,8 @@ def _too_small(name: str, split: dict[str, int], seq_len: int, reports: Sequence
     )
     if name == "validation":
         text += ", raise validation_fraction, or set it to 0 for no validation (whole files and records are held out)"
+    if count := sum(report.untrained_count for report in reports):
+        text += f"\n{count:,} conversations without a trained token within {seq_len} tokens were set aside"
     if count := sum(report.bad_count for report in reports):
         text += f"\n{count:,} unreadable files or records were set aside:\n  {first_bad(reports)}"
     return text

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.base import Section
 from llmtrain.config.locks import locked
 from llmtrain.config.output_folder import MARKER
 from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import ShardError, read_index
-from llmtrain.data.sources.files import PassedOver, PrepareError, SourceFile
+from llmtrain.data.sources.files import NAMED_FILES, PassedOver, PrepareError, SourceFile
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.sources.token_kinds import mark_of_side_file
 from llmtrain.schema.data import PrepareConfig
@@ -37,6 +38,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "add_eos_token": True,
     "packing": "concatenate",
     "compression": "zstd",
+    "chat": None,
 }
 """Settings that folders made before do not name, and what they meant."""
 SETTINGS = (
@@ -72,11 +74,21 @@ class PreparedFolder:
             f"{self.address or self.out}: {'reused' if self.reused else 'made'}, seq_len {self.manifest['seq_len']}"
         ]
         passed_over = PassedOver(self.manifest.get("passed_over", {}))
+        truncated = self.manifest.get("truncated", {})
         for name, split in self.manifest["splits"].items():
             lines.append(
                 f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens, "
                 f"{split['samples']:,} samples"
+                + (f", {split['trained']:,} tokens trained" if "trained" in split else "")
             )
+        for file, (count, tokens) in list(truncated.items())[:NAMED_FILES]:
+            lines.append(f"  {file}: {count:,} longer than a sample, of which {tokens:,} tokens are cut off")
+        if others := list(truncated.values())[NAMED_FILES:]:
+            lines.append(f"  {len(others):,} further files: {sum(one[0] for one in others):,} longer than a sample")
+        if (useless := self.manifest.get("untrained", {"count": 0}))["count"]:
+            lines.append(f"  set aside {useless['count']:,} conversations without a trained token:")
+            lines += [f"    {name}" for name in useless["first"]]
+            lines += ["    ..."] if useless["count"] > len(useless["first"]) else []
         skipped = self.manifest["skipped"]
         if skipped["count"]:
             lines.append(f"  skipped {skipped['count']:,} unreadable files or records:")
@@ -110,7 +122,7 @@ def describe_inputs(config: PrepareConfig, files: list[SourceFile], marks: dict[
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.name}\0{marks[file]}\n".encode("utf-8", "surrogateescape"))
-    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings = {name: setting(config, name) for name in SETTINGS}
     return {
         "format": FORMAT,
         **settings,
@@ -122,6 +134,12 @@ def describe_inputs(config: PrepareConfig, files: list[SourceFile], marks: dict[
         },
         "tokenizer_digest": _tokenizer_digest(config.tokenizer),
     }
+
+
+def setting(config: PrepareConfig, name: str) -> Any:
+    """A setting as JSON."""
+    value = getattr(config, name)
+    return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 
 def _content_digest(path: str) -> str:

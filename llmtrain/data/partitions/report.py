@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
-from llmtrain.config.regular_file import read_bytes, read_json
+from llmtrain.config.regular_file import open_regular, read_bytes, read_json
 from llmtrain.data.partitions.array_file import unpack_arrays
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import documents_path
@@ -49,6 +49,11 @@ class PartitionReport:
     duplicate_count: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     """The first of them, each as the number of its slice and of its record there: see provenance.DocumentTable."""
+    truncated: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Conversations that are longer than a sample, by the file: their number, and the tokens that were cut off."""
+    untrained_count: int = 0
+    untrained: list[tuple[int, int]] = field(default_factory=list)
+    """The first of the conversations without a trained token, as `copies`."""
     first_token: int | None = None
     """Of the first document with more than one."""
 
@@ -90,7 +95,7 @@ def copy_partition(source: Path, target: Path, report: PartitionReport) -> bool:
     """Copy a finished partition, by links where the file system has them. Returns False, copying nothing, for a damaged one."""
     shards = report.shard_files()
     for file, part in shards.items():
-        with open(source / file, "rb") as stream:
+        with open_regular(source / file) as stream:
             if hashlib.file_digest(stream, xxhash.xxh64).hexdigest() != part["hashes"]["xxh64"]:  # type: ignore[arg-type]
                 return False
     reports = Path(REPORTS)

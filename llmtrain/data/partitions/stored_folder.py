@@ -7,7 +7,6 @@ is listed is complete.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.output_folder import MARKER, replace_file
+from llmtrain.config.regular_file import parse_json
 from llmtrain.data.partitions.prepared_folder import MANIFEST, REPORTS
 from llmtrain.data.partitions.provenance import documents_path
 from llmtrain.data.partitions.report import PartitionReport, arrays_path, report_path
@@ -62,13 +62,13 @@ class StoredFolder:
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest, of a folder that is complete."""
-        return json.loads(self._read(MANIFEST)) if MANIFEST in self.sizes() else None
+        return parse_json(self._read(MANIFEST)) if MANIFEST in self.sizes() else None
 
     def report(self, id: str, sizes: dict[str, int]) -> PartitionReport | None:
         """The report of a partition that is there with all its files; else None. sizes: what `sizes` returns."""
         if not all(name in sizes for name in self._beside(id)) or self._name(report_path(self.here, id)) not in sizes:
             return None
-        report = PartitionReport(**json.loads(self._read(self._name(report_path(self.here, id)))))
+        report = PartitionReport(**parse_json(self._read(self._name(report_path(self.here, id)))))
         parts = report.shard_files().items()
         return report if all(sizes.get(name) == part["bytes"] for name, part in parts) else None
 

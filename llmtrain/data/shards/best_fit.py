@@ -58,7 +58,8 @@ def best_fit(lengths: NDArray[np.int64], size: int) -> list[list[int]]:
 class BestFitPacker:
     """Packer of one split of a partition. pad_id: the end-of-document token; it also closes a document that the partition cuts."""
 
-    def __init__(self, seq_len: int, pad_id: int, dtype: str, has_bytes: bool) -> None:
+    def __init__(self, seq_len: int, pad_id: int, dtype: str, has_bytes: bool, alone: bool = False) -> None:
+        self._alone = alone
         self._seq_len, self._pad_id, self._dtype, self._has_bytes = seq_len, pad_id, dtype, has_bytes
         self._ids: list[NDArray] = []
         self._bytes: list[NDArray[np.int64]] = []
@@ -113,7 +114,7 @@ class BestFitPacker:
         document = np.repeat(np.arange(len(lengths)), counts)
         begin = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
         part = np.minimum(lengths[document] - begin, size)
-        bins = best_fit(part, size)
+        bins = [[number] for number in range(len(part))] if self._alone else best_fit(part, size)
         bins = sorted((sorted(one) for one in bins), key=lambda one: one[0])
         order = np.array([item for one in bins for item in one], np.int64)
         row = np.repeat(np.arange(len(bins)), [len(one) for one in bins])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import os
 import re
@@ -30,7 +29,7 @@ from pydantic import (
 )
 
 from llmtrain.config.base import setting_error
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.data.shards.table import ShardTable, shared_table
 from llmtrain.data.sources.json_chunks import NoSuchList, list_in_chunks
 from llmtrain.errors import UserError
@@ -215,9 +214,9 @@ def _own_columns(file: BinaryIO, samples: int) -> dict[str, Any]:
     end = int.from_bytes(file.read(4), "little")
     file.seek(begin)
     try:
-        found = json.loads(file.read(min(max(end - begin, 0), _LONGEST_SETTINGS)))
+        found = parse_json(file.read(min(max(end - begin, 0), _LONGEST_SETTINGS)))
         return {key: found[key] for key in _COLUMNS if key in found}
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return {}
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from llmtrain.data.shards.best_fit import BestFitPacker
 from llmtrain.data.shards.mds_writer import ShardWriter
 from llmtrain.data.shards.packing import pack, token_dtype
+from llmtrain.data.shards.token_flags import COLUMN, ENDS, TRAINED, with_flags, without_flags
 
 TOKENS, TEXT_BYTES = "tokens", "text_bytes"
 """Columns of the shards. TEXT_BYTES, in validation only, is the UTF-8 bytes of text behind a sample's scored tokens,
@@ -21,7 +22,8 @@ _COUNTED_TOGETHER = 1 << 16
 
 class SplitWriter:
     """Writer of one split: packs tokens, writes shards, counts. name: what the names of its shards begin with. counted: whether
-    each token is counted. pad_id: pack by best fit, and fill with this token."""
+    each token is counted. pad_id: keep documents whole, by best fit or each in a sample of its own (`alone`), and fill with this
+    token. flagged: tokens come with flags, which are stored beside them."""
 
     def __init__(
         self,
@@ -33,11 +35,14 @@ class SplitWriter:
         counted: bool = True,
         compression: str = "none",
         pad_id: int | None = None,
+        alone: bool = False,
+        flagged: bool = False,
     ) -> None:
         self.seq_len = seq_len
         self.held_out = held_out
         self.dtype = token_dtype(vocab_size)
         columns = {TEXT_BYTES: ("int", 8)} if held_out else {}
+        columns |= {COLUMN: (f"ndarray:uint8:{seq_len}", seq_len)} if flagged else {}
         columns[TOKENS] = (f"ndarray:{self.dtype}:{seq_len}", seq_len * np.dtype(self.dtype).itemsize)
         self._writer = ShardWriter(folder, name, columns, compression)
         self.rest = np.zeros(0, self.dtype)
@@ -48,7 +53,11 @@ class SplitWriter:
         """[vocab_size], number of times each token is stored; for validation, scored. 0 where they are not counted."""
         self._counted = counted
         self.documents = self.bytes = self.tokens = self.samples = self.bytes_covered = self.bytes_scored = 0
-        self.best_fit = BestFitPacker(seq_len, pad_id, self.dtype, held_out) if pad_id is not None else None
+        self._flagged, self.trained = flagged, 0
+        self.best_fit = None
+        if pad_id is not None:
+            pad, dtype = (int(with_flags(np.array(pad_id), ENDS)), "uint32") if flagged else (pad_id, self.dtype)
+            self.best_fit = BestFitPacker(seq_len, pad, dtype, held_out, alone)
         self.open_document = False
         """True while the last document has not ended."""
 
@@ -82,16 +91,20 @@ class SplitWriter:
     def _write(self, samples: NDArray, sizes: NDArray[np.int64]) -> None:
         """samples: [k, seq_len]; sizes: bytes of text behind each token, in validation."""
         self.samples += len(samples)
-        rows = samples.view(np.uint8)
+        columns = []
+        if self._flagged:
+            samples, flags = without_flags(samples, self.dtype)
+            self.trained += int(np.count_nonzero(flags & TRAINED))
+            columns.append(flags)
+        columns.append(samples.view(np.uint8))
         if self._counted:
             self._count(samples[:, 1:] if self.held_out else samples)
-        if not self.held_out:
-            self._writer.write(rows)
-            return
-        scored = sizes[:, 1:].sum(1, keepdims=True)
-        self.bytes_covered += int(sizes.sum())
-        self.bytes_scored += int(scored.sum())
-        self._writer.write(np.concatenate([scored.view(np.uint8), rows], axis=1))
+        if self.held_out:
+            scored = sizes[:, 1:].sum(1, keepdims=True)
+            self.bytes_covered += int(sizes.sum())
+            self.bytes_scored += int(scored.sum())
+            columns.insert(0, scored.view(np.uint8))
+        self._writer.write(columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1))
 
     def _count(self, samples: NDArray) -> None:
         tokens, step = samples.ravel(), max(_COUNTED_TOGETHER, len(self.counts))
@@ -108,4 +121,6 @@ class SplitWriter:
             stats |= {"bytes_covered": self.bytes_covered, "bytes_scored": self.bytes_scored}
         if self.best_fit is not None:
             stats["padding"] = self.best_fit.padding
+        if self._flagged:
+            stats["trained"] = self.trained
         return stats, entries

@@ -18,7 +18,7 @@ from typing import Any, overload
 import xxhash
 
 from llmtrain.config.locks import locked, private_folder
-from llmtrain.config.regular_file import parse_json
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
 _VERSION = 1
@@ -154,5 +154,5 @@ def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]
 
 
 def _mapped(file: Path) -> ShardTable:
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         return ShardTable(memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)))

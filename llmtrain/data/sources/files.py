@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import MARKER
-from llmtrain.config.regular_file import read_json
+from llmtrain.config.regular_file import open_regular, read_json, require_regular
 from llmtrain.data.sources.compression import EXTENSIONS, compression_of
 from llmtrain.data.sources.formats import CSV_EXTENSIONS, JSONL_EXTENSIONS, is_structured, plain_name
 from llmtrain.data.sources.storage import SCHEMES, fixed_folder, has_pattern, list_remote
@@ -151,7 +151,7 @@ def stored_bytes(source: str, enough: int) -> float:
 
 
 def _is_compressed(path: str) -> bool:
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         return compression_of(stream.read(8)) is not None
 
 
@@ -176,7 +176,7 @@ def _file(path: Path, name: str) -> SourceFile:
     stat = path.stat()
     if not path.is_file():
         raise OSError(f"{path} is neither a file nor a folder")
-    os.close(os.open(path, os.O_RDONLY))  # an unreadable file is reported before any work
+    require_regular(path)  # an unreadable file is reported before any work
     return SourceFile(str(path), name, stat.st_size, stat.st_mtime_ns, False)
 
 

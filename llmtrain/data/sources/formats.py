@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
+from llmtrain.config.regular_file import open_regular
 from llmtrain.data.sources.compression import (
     DAMAGES,
     EXTENSIONS,
@@ -95,7 +96,7 @@ def is_structured(path: str, text_key: str = "text") -> bool:
     """True if the content alone shows that a file holds records: Parquet, Arrow, JSON lines with `text_key`, any of them
     compressed."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             found = sniff(stream, "", text_key, from_folder=True)
     except (NotText, *DAMAGES):
         return False

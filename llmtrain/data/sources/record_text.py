@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,19 @@ _LONGEST_FAST = 8 << 20
 """Bytes of a line that orjson reads: it takes twelve times as much memory meanwhile."""
 
 
+class RecordKey(str):
+    """A `text_key` in place of the name of a field: the text is made of the whole record. Its value is the name of a field by which
+    records are told from other JSON; convert: (text, error) of a record, one of the two empty."""
+
+    convert: Callable[[Any], tuple[str, str | None]]
+
+
+def record_key(name: str, convert: Callable[[Any], tuple[str, str | None]]) -> RecordKey:
+    made = RecordKey(name)
+    made.convert = convert
+    return made
+
+
 def line_text(line: memoryview, is_first: bool, text_key: str) -> tuple[str, str | None]:
     """Return what parse_line does; both are empty for a blank line too. is_first: it may begin with a byte order mark."""
     if orjson is not None and len(line) <= _LONGEST_FAST:
@@ -24,7 +38,7 @@ def line_text(line: memoryview, is_first: bool, text_key: str) -> tuple[str, str
         except orjson.JSONDecodeError:
             pass
         else:
-            text = record.get(text_key) if type(record) is dict else None
+            text = record.get(text_key) if type(record) is dict and type(text_key) is str else None
             return (text, None) if type(text) is str else extract_text(record, text_key)
     content = line.tobytes()
     if not content.strip():
@@ -57,6 +71,8 @@ def _decoded(line: bytes) -> Any:
 
 def extract_text(record: Any, text_key: str) -> tuple[str, str | None]:
     """Return (text, error) of a record: a mapping, or the text itself; one of the two is empty."""
+    if isinstance(text_key, RecordKey):
+        return text_key.convert(record)
     text = record
     if isinstance(record, dict):
         text = _field(record, text_key)

@@ -21,18 +21,18 @@ PLACES, PLACE_CHARACTERS = 16, 1 << 16
 """Places of the sources from which so much text is taken to prove an engine."""
 
 
-def training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
+def training_texts(config: PrepareConfig, files: list[SourceFile], text_key: str) -> Iterator[str]:
     """Texts of the training split to train a tokenizer on. Bad records that may be skipped are, and reported when the shards are
-    made.
+    made. text_key: the config's, or that of its conversations.
 
     Raises PrepareError for what cannot be read and may not be skipped.
     """
     tolerance, lost = Tolerance(config.max_bad, config.skip_bad_records), 0
     named: list[str] = []
-    for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, config.text_key):
+    for part, most in sample_slices(files, BPE_SAMPLE_BYTES, config.max_bytes, text_key):
         read = 0
         try:
-            for piece in read_slice(part, config.text_key):
+            for piece in read_slice(part, text_key):
                 if isinstance(piece, BadRecord):
                     tolerance.refuse(piece)
                 else:

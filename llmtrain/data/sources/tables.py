@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from llmtrain.data.sources.formats import NoSuchColumn, delimiter, plain_name
+from llmtrain.data.sources.record_text import RecordKey
 
 
 class Fault(str):
@@ -43,7 +44,8 @@ def _parquet(stream: BinaryIO, begin: int, end: int, text_key: str, name: str) -
             at = first.dictionary_page_offset or first.data_page_offset
             if begin <= at < end:
                 number = row
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_key], use_threads=False):
+                columns = [text_key] if path else None
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     for value in _values(batch, path):
                         yield number, value
                         number += 1
@@ -84,7 +86,12 @@ class _damage:
 
 
 def _column(schema: Any, text_key: str) -> list[str]:
-    """The names that lead to a column: one, or those of structs and a field of them. Raises NoSuchColumn."""
+    """The names that lead to a column: one, or those of structs and a field of them; none for whole records.
+
+    Raises NoSuchColumn.
+    """
+    if isinstance(text_key, RecordKey):
+        return []
     path = [text_key] if text_key in schema.names else text_key.split(".")
     fields, above, kind = list(schema), None, None
     for name in path:
@@ -102,10 +109,13 @@ def _column(schema: Any, text_key: str) -> list[str]:
     return path
 
 
-def _values(batch: Any, path: list[str]) -> Iterator[bytes | None]:
+def _values(batch: Any, path: list[str]) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if not path:
+        yield from batch.to_pylist()
+        return
     column = batch.column(path[0])
     for name in path[1:]:
         column = pc.struct_field(column, name)  # pyright: ignore[reportAttributeAccessIssue]
@@ -122,14 +132,16 @@ def _csv(stream: BinaryIO, begin: int, end: int, text_key: str, name: str) -> Ro
     rows = csv.reader(lines, delimiter=delimiter(extension), strict=True)
     try:
         columns = next(rows, [])
-        if text_key not in columns:
+        whole = isinstance(text_key, RecordKey)
+        if text_key not in columns and not whole:
             found = ", ".join(columns[:8])
             raise NoSuchColumn(f"it has no column '{text_key}' (columns: {found}); name another with text_key")
-        at = columns.index(text_key)
+        at = 0 if whole else columns.index(text_key)
         for row, values in enumerate(rows):
-            if values:
-                fits = len(values) == len(columns)
-                yield row, values[at] if fits else Fault(f"it has {len(values)} columns, the first row {len(columns)}")
+            if len(values) == len(columns):
+                yield row, dict(zip(columns, values, strict=True)) if whole else values[at]
+            elif values:
+                yield row, Fault(f"it has {len(values)} columns, the first row {len(columns)}")
     except UnicodeDecodeError as error:
         raise OSError(f"not UTF-8: {error.reason} near line {rows.line_num}") from error
     except csv.Error as error:

@@ -65,6 +65,15 @@ class DocumentMarks:
     closes: bool = True
 
 
+def held_out(some: Pieces, seed: int, fraction: float) -> list[bool]:
+    """True for each piece of the validation split."""
+    if not fraction:
+        return [False] * len(some.texts)
+    if some.places is None:
+        return [is_held_out(some.file, seed, fraction)] * len(some.texts)
+    return are_held_out(some.file, some.places, seed, fraction)
+
+
 class Encoder:
     """Callable that tokenises pieces. tokenizer: the content of a tokenizer.json."""
 
@@ -83,7 +92,7 @@ class Encoder:
         counts = [len(some.texts) for some in batch]
         texts = [text for some in batch for text in some.texts]
         begins, ends = np.repeat(np.array([(some.begins, some.ends) for some in batch], bool), counts, axis=0).T
-        held = np.array([out for some in batch for out in self._held_out(some)], bool)
+        held = np.array([out for some in batch for out in held_out(some, self.seed, self.validation_fraction)], bool)
         parts = _Parts(texts, begins & (self.marks.bos_id is not None), ends & self.marks.closes)
         encoded = list(self.engine.encode(parts.texts))
         arrays, tokens = self._marked(encoded, parts)
@@ -98,13 +107,6 @@ class Encoder:
             ),  # narrower than the engine's, in one pass
             held_bytes=np.concatenate([np.zeros(0, np.int64), *held_bytes]),
         )
-
-    def _held_out(self, some: Pieces) -> list[bool]:
-        if not self.validation_fraction:
-            return [False] * len(some.texts)
-        if some.places is None:
-            return [is_held_out(some.file, self.seed, self.validation_fraction)] * len(some.texts)
-        return are_held_out(some.file, some.places, self.seed, self.validation_fraction)
 
     def _marked(self, encoded: list[NDArray], parts: _Parts) -> tuple[list[NDArray], NDArray[np.int64]]:
         """The tokens of each part with those that begin and end its document, and the number of all of them."""

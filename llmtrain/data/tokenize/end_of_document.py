@@ -25,6 +25,11 @@ def recorded_begins(manifest: dict[str, Any] | None) -> bool | None:
     return None if manifest is None else manifest["tokenizer"].get("begin_id") == manifest["tokenizer"]["eod_id"]
 
 
+def is_chat(manifest: dict[str, Any] | None) -> bool:
+    """True for shards of conversations, by a manifest of `llmtrain prepare`."""
+    return manifest is not None and manifest.get("inputs", {}).get("chat") is not None
+
+
 def check_documents(data: DataConfig) -> Iterator[Problem]:
     """Problems with data.mask_documents: no recorded end-of-document token, or samples that are filled and need it. None before
     data.prepare has run."""
@@ -47,9 +52,10 @@ def end_of_document(data: DataConfig) -> DocumentEnds | None:
     if not data.mask_documents:
         for stream in (*data.train_streams().values(), *data.validation_streams().values()):
             manifest = _manifest(stream)
-            if manifest is not None and manifest.get("inputs", {}).get("packing") == "best_fit":
+            if manifest is not None and manifest.get("inputs", {}).get("packing", "concatenate") != "concatenate":
+                packing = "packed by best fit" if manifest["inputs"]["packing"] == "best_fit" else "padded"
                 raise ShardError(
-                    f"the samples of {stream.local} are packed by best fit, and filled with end-of-document tokens, which would be "
+                    f"the samples of {stream.local} are {packing}, and filled with end-of-document tokens, which would be "
                     "trained on; set data.mask_documents: true"
                 )
         return None
@@ -57,7 +63,8 @@ def end_of_document(data: DataConfig) -> DocumentEnds | None:
     begins: set[bool | None] = set()
     for stream in (*data.train_streams().values(), *data.validation_streams().values()):
         found.setdefault(_recorded_eod_id(stream), stream.local)
-        begins.add(recorded_begins(_manifest(stream)))
+        if not is_chat(manifest := _manifest(stream)):  # which has marks of its own
+            begins.add(recorded_begins(manifest))
     if len(found) > 1:
         which = ", ".join(f"{id} in {local}" for id, local in found.items())
         raise ShardError(f"the streams' documents end with different tokens ({which}); use shards of one tokenizer")
@@ -81,7 +88,7 @@ def _manifest(stream: StreamConfig) -> dict[str, Any] | None:
 def _recorded_eod_id(stream: StreamConfig) -> int:
     local = Path(stream.local).expanduser()
     if (manifest := _manifest(stream)) is not None:
-        if not manifest.get("inputs", {}).get("add_eos_token", True):
+        if not (manifest.get("inputs", {}).get("add_eos_token", True) or is_chat(manifest)):
             raise ShardError(
                 f"the documents of {local} are not closed (add_eos_token: false), so nothing tells them apart"
             )

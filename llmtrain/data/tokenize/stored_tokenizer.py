@@ -7,13 +7,18 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmtrain.config.regular_file import read_text
+from llmtrain.config.checksums import checksum
+from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.data.partitions.prepared_folder import read_manifest
 from llmtrain.data.tokenize.tokenizer import COMPANIONS, CONFIG_FILES, TextTokenizer, TokenizerError, load_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.logs import log
 
 NAME = "tokenizer.files.json"
 """The file in a checkpoint: {file of the tokenizer's folder: its text}."""
+
+CHECKSUMS = "tokenizer_files"
+"""The key of `checksums` in the config of an import's manifest."""
 
 
 class NoTokenizerError(UserError):
@@ -22,6 +27,10 @@ class NoTokenizerError(UserError):
 
 def pack(folder: Path) -> bytes:
     """The files of a tokenizer's folder that `load_tokenizer` reads. Raises TokenizerError for one that cannot be read."""
+    return json.dumps(_texts(folder), indent=0, sort_keys=True).encode()
+
+
+def _texts(folder: Path) -> dict[str, str]:
     files = {}
     for pattern in ("tokenizer.json", *CONFIG_FILES, *COMPANIONS):
         for file in sorted(folder.glob(pattern)):
@@ -29,7 +38,25 @@ def pack(folder: Path) -> bytes:
                 files[str(file.relative_to(folder))] = read_text(file)
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{file} cannot be read: {error}") from None
-    return json.dumps(files, indent=0, sort_keys=True).encode()
+    return files
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """xxh3_128 of each file that `pack` takes, by name, as the manifest of an import records them. Raises TokenizerError."""
+    return {name: checksum(text.encode()) for name, text in _texts(folder).items()}
+
+
+def load_imported(folder: Path, recorded: dict[str, str] | None) -> TextTokenizer:
+    """The tokenizer in an import, whose files may be edited; a warning names those that were. recorded: their checksums, of an
+    earlier llmtrain None. Raises TokenizerError."""
+    changed = {name for name, _ in recorded.items() ^ checksums(folder).items()} if recorded is not None else set()
+    if recorded is None and not (folder / CONFIG_FILES[0]).exists():
+        changed = {CONFIG_FILES[0]}
+    if changed:
+        log.warning(
+            f"{folder}: {', '.join(sorted(changed))}: changed, added or gone since the import; read as it is now"
+        )
+    return load_tokenizer(folder)
 
 
 def unpack(content: bytes, place: Path) -> TextTokenizer:
@@ -53,16 +80,16 @@ def same_tokens(content: bytes, place: Path, folder: Path) -> bool:
 
 def _meaning(files: dict[str, str]) -> tuple[object, ...]:
     try:
-        configs = [json.loads(files.get(name, "{}")) for name in CONFIG_FILES]
+        configs = [parse_json(files.get(name, "{}")) for name in CONFIG_FILES]
         special = [{name: value for name, value in config.items() if name.endswith("_token")} for config in configs]
-        return json.loads(files.get("tokenizer.json", "null")), special
+        return parse_json(files.get("tokenizer.json", "null")), special
     except (ValueError, AttributeError):
         return tuple(files.items())
 
 
 def _files(content: bytes, place: Path) -> dict[str, str]:
     try:
-        files = json.loads(content)
+        files = parse_json(content)
         assert all(isinstance(text, str) and ".." not in Path(name).parts for name, text in files.items())
         assert not any(Path(name).is_absolute() for name in files)
     except (ValueError, AttributeError, AssertionError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmtrain.config.regular_file import read_text
-from llmtrain.data.prepare_problems import may_be_hub_name
+from llmtrain.config.addresses import may_be_hub_name
+from llmtrain.config.regular_file import parse_json, read_bytes, read_text
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
 
@@ -27,6 +29,13 @@ FURTHER_TEMPLATES = "additional_chat_templates"
 GENERATION_CONFIG = "generation_config.json"
 COMPANIONS = (CHAT_TEMPLATE, f"{FURTHER_TEMPLATES}/*.jinja", GENERATION_CONFIG)
 """Patterns of a published model's files that are kept with its tokenizer."""
+
+
+_LONGEST_WORD = 4096
+_LONG_RUN = re.compile(
+    "|".join(rf"(?<!{one}){one}{{{_LONGEST_WORD},}}" for one in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)"))
+)
+"""Letters, digits, spaces or others, of which each is a word to the pre-tokenizer."""
 
 
 class TokenizerError(UserError):
@@ -173,22 +182,24 @@ def make_tokenizer(backend: Tokenizer, eod_token: str, config: dict[str, Any]) -
     return TextTokenizer(backend, eod_token, eod_id, config)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) -> TextTokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False, further: Sequence[str] = ()
+) -> TextTokenizer:
     """Train a byte-level BPE (Radford et al. 2019) of exactly `vocab_size` entries, the first of which is EOD.
 
     Lossless: no normalisation, every byte has a token. Raises TokenizerError if the text yields fewer entries, unless
-    or_fewer.
+    or_fewer. further: special tokens beside EOD, the last of which ends answers.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOD],
+        special_tokens=[EOD, *further],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(itertools.chain.from_iterable(map(_in_short_words, texts)), trainer)
     size = backend.get_vocab_size()
     if size < vocab_size and not or_fewer:
         raise TokenizerError(
@@ -200,7 +211,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, or_fewer: bool = False) 
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,
     }
-    return make_tokenizer(backend, EOD, config)
+    made = make_tokenizer(backend, EOD, config)
+    ends = [made.eod_id, backend.token_to_id(further[-1])] if further else None
+    return replace(made, generation_config={"eos_token_id": ends}) if ends else made
+
+
+def _in_short_words(text: str) -> Iterator[str]:
+    """The text, cut within words longer than _LONGEST_WORD: the trainer's time grows with their square."""
+    at = 0
+    for run in _LONG_RUN.finditer(text) if len(text) > _LONGEST_WORD else ():
+        for cut in range(run.start() + _LONGEST_WORD, run.end(), _LONGEST_WORD):
+            yield text[at:cut]
+            at = cut
+    yield text[at:]
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
@@ -220,7 +243,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> TextTokenizer:
 
 
 def _load_folder(folder: Path) -> TextTokenizer:
-    if (folder / "tokenizer.json").is_file():
+    if os.path.lexists(folder / "tokenizer.json"):
         return _load_file(folder / "tokenizer.json")
     if not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         raise TokenizerError(f"{folder} holds no tokenizer (no tokenizer.json)")
@@ -229,7 +252,7 @@ def _load_folder(folder: Path) -> TextTokenizer:
 
 def _load_file(file: Path) -> TextTokenizer:
     try:
-        backend = Tokenizer.from_file(str(file))
+        backend = Tokenizer.from_buffer(read_bytes(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     config = _read_config(file.parent)
@@ -261,7 +284,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(_read_text(file))
+        content = parse_json(_read_text(file))
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):

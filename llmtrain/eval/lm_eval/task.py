@@ -9,7 +9,7 @@ filter's name, but for the filter `none`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -278,14 +278,17 @@ class LmEvalTask(Task):
             )
         flat = [one for group in made for one in group]
         seconds = _FILTER_SECONDS + _ANSWER_SECONDS * len(flat)
-        with nullcontext() if self.settings.own_scoring else time_limit(seconds, "filter_list: a filter"):
+        with self._limit(seconds, "filter_list: a filter"):
             task.filtered(flat)
         return made
 
-    @staticmethod
-    def _values(task: HarnessTask, document: LmEvalDocument, instances: list[Any], chain: str) -> dict[str, Any]:
+    def _limit(self, seconds: float, what: str) -> AbstractContextManager[None]:
+        """`time_limit`, except around a task's own code."""
+        return nullcontext() if self.settings.own_scoring else time_limit(seconds, what)
+
+    def _values(self, task: HarnessTask, document: LmEvalDocument, instances: list[Any], chain: str) -> dict[str, Any]:
         """Values of a document by metric."""
-        with _failures_of(document):
+        with _failures_of(document), self._limit(_FILTER_SECONDS, "metric_list: a metric"):
             return task.process_results(document.record, [one.filtered_resps[chain] for one in instances])
 
     def _answers(self, responses: Sequence[Response]) -> list[list[Any]]:

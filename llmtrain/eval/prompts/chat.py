@@ -1,30 +1,22 @@
 """Prompts as turns of a conversation, in plain text or in a model's chat template, as lm-evaluation-harness 0.4.13 writes them.
 
-    style = PromptStyle(chat_template(tokenizer, True), "Answer briefly.")
-    turns = [*style.system_turns(preamble), *question_turns("1 + 1 =", "2"), *question_turns("2 + 2 =")]
-    text = style.prompt(turns)          # ends where the model's answer begins
-
-transformers renders the templates, in its sandbox and with all that it offers them (`raise_exception`, `strftime_now`, ...).
+style = PromptStyle(chat_template(tokenizer, True), "Answer briefly.")
+turns = [*style.system_turns(preamble), *question_turns("1 + 1 =", "2"), *question_turns("2 + 2 =")]
+text = style.prompt(turns)          # ends where the model's answer begins
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
-from llmtrain.config.regular_file import read_text
-from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, TextTokenizer, token_text
+from llmtrain.data.chat import template as chat
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.logs import log
 
 _QUESTION = "1 + 1 = ?"
-_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclass(frozen=True)
@@ -71,17 +63,16 @@ def _touch(first: str, second: str) -> bool:
 
 
 class ChatTemplate:
-    """Chat template in Jinja. digest: of its text. takes_system: False once it has refused a system turn.
+    """Chat template for prompts. takes_system: False once it has refused a system turn.
 
     Raises EvalError, which names `source`, for one that does not render a user's turn.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], source: str):
-        self.text, self.special_tokens, self.source = text, dict(special_tokens), source
-        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    def __init__(self, template: chat.ChatTemplate):
+        self.template, self.text, self.source, self.digest = template, template.text, template.source, template.digest
         self.takes_system = True
         if _QUESTION not in self.render([{"role": "user", "content": _QUESTION}]):
-            raise EvalError(f"chat template {source}: what it makes of a question does not contain the question")
+            raise EvalError(f"chat template {self.source}: what it makes of a question does not contain the question")
 
     def render(self, messages: Sequence[Mapping[str, str]], *, continue_final_message: bool = False) -> str:
         """Text of a conversation (role and content of each turn), up to where the model's answer begins.
@@ -89,41 +80,20 @@ class ChatTemplate:
         continue_final_message: the last turn is the beginning of the answer. A template that refuses the conversation is given
         it without its system turn, as lm-evaluation-harness does; a warning says so once. Raises EvalError with the reason.
         """
+        begun = continue_final_message
         try:
-            return self._render(messages, continue_final_message)
-        except TemplateError as error:
+            return self.template.render(messages, add_generation_prompt=not begun, continue_final_message=begun)[0]
+        except chat.TemplateRefusal as error:
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages):
-                raise EvalError(f"chat template {self.source}: {_reason(error)}") from None
+                raise EvalError(str(error)) from None
             rendered = self.render(others, continue_final_message=continue_final_message)
             if self.takes_system:
                 self.takes_system = False
-                log.warning(f"chat template {self.source}: {_reason(error)}; prompts go without their system turn")
+                log.warning(f"{error}; prompts go without their system turn")
             return rendered
-
-    def _render(self, messages: Sequence[Mapping[str, str]], continue_final_message: bool) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        options: dict[str, Any] = dict(self.special_tokens)
-        try:
-            with time_limit(DOCUMENT_SECONDS, f"chat template {self.source}"):
-                rendered, _ = render_jinja_template(
-                    conversations=[[dict(message) for message in messages]],
-                    chat_template=self.text,
-                    add_generation_prompt=not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    **options,
-                )
-        except (TemplateError, EvalError):
-            raise
-        except Exception as error:  # a template may fail like any program
-            raise EvalError(f"chat template {self.source}: {_reason(error)}") from None
-        return rendered[0]
-
-
-def _reason(error: Exception) -> str:
-    line = getattr(error, "lineno", None)
-    return f"{str(error) or type(error).__name__}" + (f" (line {line})" if line else "")
+        except chat.ChatError as error:
+            raise EvalError(str(error)) from None
 
 
 def chat_template(tokenizer: TextTokenizer, setting: bool | str) -> ChatTemplate | None:
@@ -133,48 +103,11 @@ def chat_template(tokenizer: TextTokenizer, setting: bool | str) -> ChatTemplate
     """
     if setting is False:
         return None
-    if setting is not True:
-        path = Path(setting).expanduser()
-        try:
-            text, source = read_text(path), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise EvalError(f"chat_template: {path} cannot be read: {error}") from None
-    else:
-        text, source = _own_template(tokenizer)
-    return ChatTemplate(text, _special_tokens(tokenizer), source)
-
-
-def _own_template(tokenizer: TextTokenizer) -> tuple[str, str]:
-    """(template, its file) of the tokenizer."""
-    folder = tokenizer.folder or Path(".")
-    if tokenizer.chat_template is not None:
-        return tokenizer.chat_template, str(folder / CHAT_TEMPLATE)
-    file = folder / "tokenizer_config.json"
-    found = tokenizer.config.get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    if isinstance(found, dict):
-        if "default" not in found:
-            names = ", ".join(sorted(map(str, found)))
-            raise EvalError(
-                f"chat_template: {file} has several ({names}), none of them named default; write one to a file and give its path"
-            )
-        found = found["default"]
-    if not isinstance(found, str):
-        raise EvalError(
-            f"chat_template: the tokenizer has none: {file} has no `chat_template`, and {CHAT_TEMPLATE} is not beside it; "
-            "give the path of a Jinja file"
-        )
-    return found, f"of {file}"
-
-
-def _special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
-    """Special tokens by the names under which templates find them."""
-    found = {name: tokenizer.config.get(name) for name in _SPECIAL_TOKENS}
-    extra = tokenizer.config.get("extra_special_tokens")
-    found |= extra if isinstance(extra, dict) else {}
-    texts = {name: token_text(token) or "" for name, token in found.items() if token is not None}
-    return {"eos_token": tokenizer.eod_token} | texts
+    try:
+        found = chat.find_template(tokenizer, None if setting is True else setting)
+    except chat.ChatError as error:
+        raise EvalError(str(error)) from None
+    return ChatTemplate(found)
 
 
 @dataclass(frozen=True)

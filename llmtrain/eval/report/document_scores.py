@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.checksums import DamagedError, checksum
-from llmtrain.config.regular_file import read_bytes
+from llmtrain.config.regular_file import parse_json, read_bytes
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.report.metrics import DocumentMetrics, WeightedSum
 
@@ -66,7 +66,7 @@ def read_lines(path: Path, expected: str | None = None) -> list[Line]:
         if expected is not None and checksum(content) != expected:
             raise DamagedError("it is not what was written: its checksum differs")
         text = gzip.decompress(content).decode(errors="surrogatepass")
-        return [json.loads(line) for line in text.split("\n") if line]
+        return [parse_json(line) for line in text.split("\n") if line]
     except FileNotFoundError:
         raise EvalError(f"{path}: no such file; run the same `llmtrain eval` again, which asks nothing anew") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.regular_file import read_text
+from llmtrain.config.regular_file import read_json
 from llmtrain.eval.report.results import DOCUMENTS, Report, as_json
 
 _FILES = ("results.md", "results.csv", "results_long.csv", "results.png", DOCUMENTS, "results.json")
@@ -21,7 +21,7 @@ def set_aside(out: Path, report: Report, settings: Mapping[str, Any]) -> Path | 
     Stored answers stay. Returns the new folder; None where there are no such results.
     """
     try:
-        before = json.loads(read_text(out / "results.json"))
+        before = read_json(out / "results.json")
         same = _of_results(before["settings"], settings) == _of_results(settings, settings)
         old = {_row(one) for one in before["results"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -12,7 +12,7 @@ from llmtrain.checkpoint.beneath import open_stack
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
-from llmtrain.config.regular_file import read_text
+from llmtrain.config.regular_file import read_json
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, end_ids, load_tokenizer, read_generation_config
 from llmtrain.eval.errors import EvalError
 
@@ -87,7 +87,7 @@ def window_of(found: FoundModel) -> int:
         from llmtrain.models.config import ModelConfig
         from llmtrain.models.hf.family import family_of_hf_config
 
-        config = json.loads(read_text(found.folder / "config.json"))
+        config = read_json(found.folder / "config.json")
         return ModelConfig.model_validate(family_of_hf_config(config).read_config(config)).max_seq_len
     from llmtrain.eval.scoring.huggingface import window_of_config
 
@@ -174,10 +174,11 @@ def _unsupported_reason(folder: Path) -> str | None:
     from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
     try:
-        config = json.loads(read_text(folder / "config.json"))
-        family_of_hf_config(config).read_config(config)
-    except (OSError, json.JSONDecodeError) as error:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
         raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    try:
+        family_of_hf_config(config).read_config(config)
     except UnsupportedModelError as error:
         return str(error).replace("\n", "; ")
     return None

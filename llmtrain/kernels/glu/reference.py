@@ -19,6 +19,20 @@ def gelu_tanh(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""Activations by the type of a feed-forward layer (MLPSection.type)."""
+
+
+def feed_forward_unit(h: Tensor, kind: str) -> Tensor:
+    """The activation of a type of feed-forward layer: [..., width], gated [..., 2 width] -> [..., width]."""
+    return glu(h, GATED[kind]) if kind in GATED else UNGATED[kind](h)
+
+
 def glu(h: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up, gate and up being the two halves of h: [..., 2 width] -> [..., width]."""
     gate, up = h.chunk(2, dim=-1)

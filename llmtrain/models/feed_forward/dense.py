@@ -7,11 +7,10 @@ from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.kernels.glu.reference import Activation, gelu_tanh
+from llmtrain.kernels.glu.reference import ACTIVATIONS, GATED, UNGATED
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops
@@ -38,7 +37,8 @@ class MLP(FeedForward):
         residual: bool = True,
     ):
         super().__init__(section, d_model, platform, dtype)
-        self.gated, self.activation = section.gated, _ACTIVATIONS[section.type]
+        self.gated = section.gated
+        self.activation = ACTIVATIONS[GATED[section.type]] if section.gated else UNGATED[section.type]
         self.glu = gated_unit(section.type, platform)
         self.activation_multiplier, self.out_multiplier = section.activation_multiplier, section.out_multiplier
         self.parts = [section.d_ff] * (2 if section.gated else 1)  # gate and up
@@ -82,27 +82,11 @@ class MLP(FeedForward):
         return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
 
 
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu2": _relu2,
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": gelu_tanh,
-}
-"""By MLPSection.type."""
-_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-
-
 def gated_unit(kind: str, platform: Platform | None) -> Callable[[Tensor], Tensor] | None:
     """act(gate) * up with our kernel for its gradient, by MLPSection.type; None where there is none: without gates, and where the
     kernel was not tried."""
-    if kind not in _GATED or platform is None or platform.vendor != "nvidia":
+    if kind not in GATED or platform is None or platform.vendor != "nvidia":
         return None
     from llmtrain.kernels.glu.triton import glu  # needs Triton
 
-    return partial(glu, activation=_GATED[kind])
+    return partial(glu, activation=GATED[kind])

@@ -12,6 +12,7 @@ from llmtrain.models.hf import settings
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.hybrid_decoder import HybridDecoder, read_mamba, write_mamba
 from llmtrain.models.hf.settings import Refusals
+from llmtrain.models.sections.dense import MLPSection
 
 _MAMBA_FACTORS = {"ssm_in_multiplier": "input_multiplier", "ssm_out_multiplier": "residual_multiplier"}
 _ATTENTION_FACTORS = {"attention_in_multiplier": "input_multiplier", "attention_out_multiplier": "residual_multiplier"}
@@ -80,7 +81,7 @@ class FalconH1(HybridDecoder):
 
     def write_fields(self, config: ModelConfig, layers: list[ParallelMixersBlock]) -> dict[str, Any]:
         mlp = layers[0].mlp
-        assert mlp is not None
+        assert isinstance(mlp, MLPSection)
         return {
             "embedding_multiplier": config.embedding_multiplier,
             "lm_head_multiplier": config.logit_multiplier,

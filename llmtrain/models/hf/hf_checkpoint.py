@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llmtrain.config.regular_file import read_json
+from llmtrain.config.regular_file import read_json, require_regular
 from llmtrain.errors import UserError
 from llmtrain.models.hf.foreign_files import reason
 
@@ -86,9 +86,9 @@ def open_hf_checkpoint(folder: str | os.PathLike[str]) -> HFCheckpoint:
     config = _read_json(folder / "config.json")
     for name, kind in ((_SAFETENSORS, _Safetensors), (_PICKLE, _Pickle)):
         index, single = folder / f"{name}.index.json", folder / name
-        if index.is_file():
+        if os.path.lexists(index):
             return HFCheckpoint(folder, config, _open_indexed(index, kind))
-        if single.is_file():
+        if os.path.lexists(single):
             return HFCheckpoint(folder, config, {single: kind(single)})
     adapter = "; it holds a PEFT adapter, to be merged into its model first (merge_and_unload)"
     raise UserError(
@@ -132,6 +132,7 @@ class _Safetensors:
     def __init__(self, file: Path):
         self.file = file
         try:
+            require_regular(file)
             self._open = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is damaged or no safetensors file: {error}") from error
@@ -158,6 +159,7 @@ class _Pickle:
     def __init__(self, file: Path):
         self.file = file
         try:
+            require_regular(file)
             # Files from before torch 1.6 are no zip archives and cannot be mapped.
             mapped = zipfile.is_zipfile(file)
             content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=mapped)

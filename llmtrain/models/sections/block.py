@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from llmtrain.config.base import ByType, PositiveFloat, Problem
-from llmtrain.kernels.registry import Operation, Spec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.dense import MLPSection
-from llmtrain.models.sections.feed_forward import Divided, ImplementedSection
+from llmtrain.models.sections.experts import ExpertsSection
+from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection, ImplementedSection, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
-
-class Kernel(NamedTuple):
-    """The kernel that a block's `backend` setting chooses."""
-
-    operation: Operation
-    spec: Spec
-    backend: str
-
-
-MLP = Annotated[MLPSection, ByType("swiglu")]
+MLP = Annotated[MLPSection | ExpertsSection, ByType("swiglu")]
 """Sections of feed-forward layers, of which a block has one as its `mlp`."""
 
 
@@ -113,12 +104,15 @@ class BlockSection(ImplementedSection):
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         """The settings that say what the block computes, defaults resolved. norm: model.norm."""
         fields = self.model_dump(exclude={"norm", *self.without_function})
+        fields["mlp"] = self.mlp and self.mlp.function()
         return fields | {"norm": (self.norm or norm).model_dump(exclude={"backend"})}
 
-    def with_backends(self, norm: str, backend_of: Callable[[BlockSection], str]) -> Self:
-        """The same function by other kernels; backend_of: of a section of `parts`, for those that have the setting."""
+    def with_backends(self, norm: str, backend_of: Callable[[WithBackend], str]) -> Self:
+        """The same function by other kernels; backend_of: of a section of `parts` or an mlp, for those that have the setting."""
         changed: dict[str, Any] = {"norm": self.norm and self.norm.model_copy(update={"backend": norm})}
-        own = {"backend": backend_of(self)} if "backend" in type(self).model_fields else {}
+        own: dict[str, Any] = {"backend": backend_of(self)} if "backend" in type(self).model_fields else {}
+        if self.mlp is not None and "backend" in type(self.mlp).model_fields:
+            own["mlp"] = self.mlp.model_copy(update={"backend": backend_of(self.mlp)})
         return self.model_copy(update=changed | own)
 
     def describe(self, d_model: int) -> str:
@@ -157,3 +151,7 @@ class BlockSection(ImplementedSection):
         width: bytes of an activation. Default: input and output of the norm, the mixer's output.
         """
         return SavedBytes(3 * width * d_model)
+
+
+WithBackend = BlockSection | FeedForwardSection
+"""Sections that may have a kernel."""

@@ -6,7 +6,16 @@ import importlib
 from typing import Any, ClassVar, NamedTuple
 
 from llmtrain.config.base import Section
+from llmtrain.kernels.registry import Operation, Spec
 from llmtrain.models.costs import SavedBytes
+
+
+class Kernel(NamedTuple):
+    """The kernel that a section's `backend` setting chooses."""
+
+    operation: Operation
+    spec: Spec
+    backend: str
 
 
 class Divided(NamedTuple):
@@ -45,6 +54,16 @@ class FeedForwardSection(ImplementedSection):
 
     chunkable: ClassVar[bool] = False
     """The layer can read a part of a sequence's tokens at a time (train.activation_checkpointing.mlp_tokens)."""
+    without_function: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change nothing of what is computed from given weights."""
+
+    def kernel(self, d_model: int, dtype: str = "bfloat16") -> Kernel | None:
+        """The kernel that `backend` chooses, to be checked before a model is built; None for a layer without backends."""
+        return None
+
+    def function(self) -> dict[str, Any]:
+        """The settings that say what the layer computes."""
+        return self.model_dump(exclude=set(self.without_function))
 
     def divided(self, d_model: int) -> list[Divided] | None:
         """Numbers that tensor-parallel ranks divide (train.parallel.tensor), by their paths from the block. Default: None, the

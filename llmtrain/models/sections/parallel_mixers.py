@@ -8,7 +8,7 @@ from pydantic import Field
 from llmtrain.config.base import Problem
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.attention import AttentionBlock
-from llmtrain.models.sections.block import BlockSection, Divided
+from llmtrain.models.sections.block import BlockSection, Divided, WithBackend
 from llmtrain.models.sections.layers import NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
 
@@ -78,7 +78,7 @@ class ParallelMixersBlock(BlockSection):
         }
         return super().function(d_model, norm) | {"mixers": mixers}
 
-    def with_backends(self, norm: str, backend_of: Callable[[BlockSection], str]) -> Self:
+    def with_backends(self, norm: str, backend_of: Callable[[WithBackend], str]) -> Self:
         mixers = [part.with_backends(norm, backend_of) for part in self.mixers]
         return super().with_backends(norm, backend_of).model_copy(update={"mixers": mixers})
 

@@ -65,8 +65,9 @@ class AdamW8bit(AdamWBesideMatrices):
         state["step"] += 1
         weight, gradient = _local(parameter), _local(cast("Tensor", parameter.grad))
         moments = [_local(state[name + part]) for name in _MOMENTS for part in ("_codes", "_scales")]
-        rows = max(_ELEMENTS_AT_ONCE // weight.shape[1], 1)
-        for targets in zip(*(t.split(rows) for t in (weight, gradient, *moments)), strict=True):
+        rows = max(_ELEMENTS_AT_ONCE // weight.shape[-1], 1)
+        # Matrices of several experts are rows one after another.
+        for targets in zip(*(t.flatten(0, -2).split(rows) for t in (weight, gradient, *moments)), strict=True):
             if targets[0].numel():  # of a rank that has no row
                 self._step_rows(targets, state["step"], numbers)
 
@@ -89,10 +90,10 @@ class AdamW8bit(AdamWBesideMatrices):
         """Moments of 0, which have any code and the scale 0."""
         local, state = _local(parameter), self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
-        blocks = -(-local.shape[1] // BLOCK)
+        blocks = -(-local.shape[-1] // BLOCK)
         for name in _MOMENTS:
             codes = torch.zeros_like(local, dtype=torch.uint8)
-            scales = local.new_zeros((local.shape[0], blocks), dtype=torch.float32)
+            scales = local.new_zeros((*local.shape[:-1], blocks), dtype=torch.float32)
             state[f"{name}_codes"], state[f"{name}_scales"] = _as(parameter, codes), _as(parameter, scales)
 
 

@@ -57,7 +57,7 @@ class Muon(AdamWBesideMatrices):
         stepped = [parameter for some in equal.values() for parameter in some]
         ranks = _sharding_group(stepped)
         for (shape, parts, number), some in sorted(
-            equal.items(), key=lambda one: -math.prod(one[0][0]) * min(one[0][0])
+            equal.items(), key=lambda one: -math.prod(one[0][0]) * min(one[0][0][-2:])
         ):
             at_once = max(_ELEMENTS_AT_ONCE // math.prod(shape), 1) * (ranks.size() if ranks else 1)
             for start in range(0, len(some), at_once):
@@ -71,7 +71,11 @@ class Muon(AdamWBesideMatrices):
         ranks: dist.ProcessGroup | None,
     ) -> None:
         shards = self._directions(parameters)
-        updates = by_owners(parameters[0].shape, shards, lambda directions: self._updates(directions, parts), ranks)
+        if parameters[0].ndim == 3:  # of experts, of which each rank has some whole
+            few = max(_ELEMENTS_AT_ONCE // math.prod(parameters[0].shape[1:]), 1)
+            updates = [torch.cat([self._updates(some, parts) for some in shard.split(few)]) for shard in shards]
+        else:
+            updates = by_owners(parameters[0].shape, shards, lambda directions: self._updates(directions, parts), ranks)
         weights = [_local(parameter) for parameter in parameters]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(weights, [update.to(weights[0].dtype) for update in updates], alpha=-group["lr"])

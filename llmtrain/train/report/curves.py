@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from llmtrain.config.regular_file import open_regular
+from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.logs import run_log
 
 TRAINING_LOSS = "loss/train/cross_entropy"
@@ -47,7 +46,7 @@ def read_curves(path: Path, wanted: Callable[[str], bool]) -> dict[str, Curve]:
     with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = json.loads(text)
+                line = parse_json(text)
                 step = int(line["step"])
                 found = {name: float(line[name]) for name in filter(wanted, line)}
             except (ValueError, KeyError, TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Losses that arise inside layers, and sums over a step, with the experts of docs/extending/feed-forward.md."""
+"""Losses that arise inside layers, and sums over a step, with layers of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from llmtrain.train.parallel import checkpoint_activations, compile_layers
 from tests.support import experts
 from tests.support.models import VOCAB
 
-BALANCE = 0.3
+BALANCE, Z_LOSS = 0.3, 0.02
+OVER_LAYERS = {"balance": {"weight": BALANCE}, "z_loss": Z_LOSS}
+OVER_MODEL = {"balance": {"weight": BALANCE, "over": "model"}, "z_loss": Z_LOSS}
 LABELS = (40, 17, 3)
 """Labels of each microbatch of [2, 20] tokens."""
 
@@ -54,6 +56,7 @@ def expected(model: CausalLM) -> tuple[dict[str, Tensor], float, dict[str, Tenso
     total, inputs, loads = torch.zeros(()), [], {}
     layers: dict[str, Any] = {name: part for name, part in parts_of(model.hybrid) if name.endswith("mlp")}
     layers = {name: layer for name, layer in layers.items() if layer.losses}
+    [*_, layer] = layers.values()
     hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in layers.values()]
     sum_of_terms = 0.0
     for ids, labels in microbatches():
@@ -61,14 +64,19 @@ def expected(model: CausalLM) -> tuple[dict[str, Tensor], float, dict[str, Tenso
         context = model.context(ids)
         context = replace(context, blocks=[replace(one, losses=None) for one in context.blocks], losses=None)
         out = model(ids, context, lambda hidden, head, labels=labels: model.cross_entropy(hidden, head, labels))
-        terms = torch.zeros(())
-        for (name, layer), x in zip(layers.items(), inputs, strict=True):
-            scores = torch.softmax(x.flatten(0, 1) @ layer.router.weight.T, -1)
-            picked = F.one_hot(scores.topk(2).indices, 4).sum(1).float()
-            terms = terms + BALANCE * 4 * (picked.mean(0) / 2 * scores.mean(0)).sum()
-            loads[name] = loads.get(name, 0) + picked.sum(0)
+        logits = [x.flatten(0, 1) @ layer.router.weight.T for layer, x in zip(layers.values(), inputs, strict=True)]
+        picked = [F.one_hot(one.topk(2).indices, 4).sum(1).float() for one in logits]
+        if (
+            layer.section.balance.over == "model"
+        ):  # as transformers has it: of all layers' tokens, without a division by top_k
+            terms = BALANCE * 4 * (torch.cat(picked).mean(0) * torch.cat(logits).softmax(-1).mean(0)).sum()
+        else:
+            pairs = zip(picked, logits, strict=True)
+            terms = BALANCE * 4 * sum(((p.mean(0) / 2) * one.softmax(-1).mean(0)).sum() for p, one in pairs)
+        loads = {name: loads.get(name, 0) + p.sum(0) for name, p in zip(layers, picked, strict=True)}
+        z_loss = sum(Z_LOSS * one.logsumexp(-1).square().mean() for one in logits)
         share = out.n_tokens / sum(LABELS)
-        total = total + share * (out.loss + terms)
+        total = total + share * (out.loss + terms + z_loss)
         sum_of_terms += float((share * terms).detach())
     total.backward()
     for hook in hooks:
@@ -76,15 +84,15 @@ def expected(model: CausalLM) -> tuple[dict[str, Tensor], float, dict[str, Tenso
     return gradients(model), sum_of_terms, loads
 
 
-@pytest.fixture(scope="module")
-def plainly() -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    return expected(experts.build(balance=BALANCE))
+@pytest.fixture(scope="module", params=[OVER_LAYERS, OVER_MODEL], ids=["layer", "model"])
+def plainly(request) -> tuple[dict[str, Any], tuple[dict[str, Tensor], float, dict[str, Tensor]]]:
+    return request.param, expected(experts.build(**request.param))
 
 
 @pytest.mark.parametrize("kind", ["none", "full", "selective", "kernels"])
 def test_gradients_are_those_of_a_loss_with_the_term_written_out(kind, plainly):
-    wanted, term, loads = plainly
-    model = experts.build(balance=BALANCE)
+    settings, (wanted, term, loads) = plainly
+    model = experts.build(**settings)
     checkpoint_activations(model.hybrid, ActivationCheckpointing(type=kind))
     found = step(model)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
@@ -92,15 +100,16 @@ def test_gradients_are_those_of_a_loss_with_the_term_written_out(kind, plainly):
     assert float(model.hybrid.losses.terms["balance"]) == pytest.approx(term, rel=1e-5)
     torch.testing.assert_close(step_sums(model), list(loads.values()))  # once, whatever is computed again
     assert (
-        wanted["blocks.0.mlp.router.weight"] - step(experts.build(balance=0.0))["blocks.0.mlp.router.weight"]
+        wanted["blocks.0.mlp.router.weight"]
+        - step(experts.build(balance={"weight": 0.0}))["blocks.0.mlp.router.weight"]
     ).norm() > 1e-4
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_the_same_where_layers_are_compiled(kind, plainly):
-    wanted, term, loads = plainly
-    model = experts.build(balance=BALANCE)
+    settings, (wanted, term, loads) = plainly
+    model = experts.build(**settings)
     checkpoint_activations(model.hybrid, ActivationCheckpointing(type=kind))
     compile_layers(model.hybrid)
     torch.testing.assert_close(step(model), wanted, atol=1e-5, rtol=1e-4)
@@ -160,8 +169,10 @@ def test_decodes_with_a_cache_as_without():
 
 
 def test_after_step_lowers_the_score_of_loaded_experts():
-    layer: Any = experts.build(bias_rate=0.5).hybrid.blocks[0].mlp
+    layer: Any = experts.build(router=experts.BIASED).hybrid.blocks[0].mlp
     layer.load.copy_(torch.tensor([4.0, 0.0, 2.0, 2.0]))
     layer.after_step()
-    assert layer.bias.tolist() == [-0.5, 0.5, 0, 0]
-    assert [float(value) for value in layer.metrics().values()] == [0.5, 0, 0.25, 0.25]
+    assert layer.choice_bias.tolist() == [-0.5, 0.5, 0, 0]
+    found = {name: float(value) for name, value in layer.metrics().items()}
+    assert found["load_max"] == 2 and found["load_min"] == 0 and found["load_entropy"] == pytest.approx(0.75)
+    assert [found[f"load_{i}"] for i in range(4)] == [0.5, 0, 0.25, 0.25]

@@ -22,7 +22,7 @@ def test_a_model_whose_layers_have_nothing_to_do_gets_no_callback():
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_layers_are_measured_each_step_and_changed_after_those_taken(skipped: int):
-    model: Any = experts.build(bias_rate=0.5).hybrid
+    model: Any = experts.build(router=experts.BIASED).hybrid
     stability: Any = SimpleNamespace(skipped_in_a_row=skipped)
     logged: dict[str, float] = {}
     logger: Any = SimpleNamespace(log_metrics=logged.update)
@@ -32,7 +32,7 @@ def test_layers_are_measured_each_step_and_changed_after_those_taken(skipped: in
     callback.after_train_batch(None, logger)  # type: ignore[arg-type]
     callback.batch_end(None, logger)  # type: ignore[arg-type]
     assert [logged[f"blocks.1.mlp/load_{i}"] for i in range(4)] == [0.375, 0.125, 0.25, 0.25]
-    assert layer.bias.tolist() == ([0] * 4 if skipped else [-0.5, 0.5, 0, 0])
+    assert layer.choice_bias.tolist() == ([0] * 4 if skipped else [-0.5, 0.5, 0, 0])
     assert not layer.load.any()
 
 

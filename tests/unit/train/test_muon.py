@@ -74,6 +74,24 @@ def test_projections_are_taken_part_by_part_and_nothing_else_is():
     assert all(name.startswith(("blocks.", "shared.")) and name.endswith(".weight") for name in found)
 
 
+def test_each_experts_matrices_are_stepped_as_if_alone():
+    weight, gradients = random(3, 8, 6), [random(3, 8, 6, seed=n) for n in (1, 2)]
+    config = MuonConfig(type="muon", lr=0.1)
+
+    def stepped(start: torch.Tensor, of_each: list[torch.Tensor]) -> torch.Tensor:
+        parameter = torch.nn.Parameter(start.clone())
+        groups = [{"params": [parameter], "lr": 0.1, "weight_decay": 0.1}]
+        optimizer = muon.build(config, groups, as_matrix(parameter, (4, 4)))
+        for gradient in of_each:
+            parameter.grad = gradient
+            optimizer.step()
+        return parameter.detach()
+
+    together = stepped(weight, gradients)
+    alone = torch.stack([stepped(weight[i], [gradient[i] for gradient in gradients]) for i in range(3)])
+    torch.testing.assert_close(together, alone)
+
+
 def test_gated_deltanets_projections_too():
     block = {"type": "gated_deltanet", "n_heads": 4, "n_key_heads": 2, "key_head_dim": 8, "value_head_dim": 6}
     found = by_muon({"model.blocks.g": block, "model.layers": "m (s+m)*2 a g"})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.data.tokenize.stored_tokenizer import as_trained
+from llmtrain.data.tokenize.stored_tokenizer import as_trained, checksums, load_imported
 from llmtrain.data.tokenize.tokenizer import EOD, TokenizerError, load_tokenizer, train_bpe
 
 
@@ -145,3 +146,40 @@ def test_a_token_that_is_none_is_refused(tokenizer, tmp_path, token):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     with pytest.raises(TokenizerError, match="is no token"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda folder: None, ""),
+        (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer_config.json"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text('{"a": 1}'), "tokenizer_config.json"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("x"), "chat_template.jinja"),
+    ],
+    ids=["as it was", "gone", "another", "added"],
+)
+def test_a_changed_file_of_an_import_s_tokenizer_is_named(tokenizer, tmp_path, capsys, edit, named):
+    tokenizer.save(tmp_path)
+    recorded = checksums(tmp_path)
+    edit(tmp_path)
+    load_imported(tmp_path, recorded)
+    text = capsys.readouterr().err
+    assert (f"{tmp_path}: {named}: changed, added or gone since the import" in text) if named else not text
+    load_imported(tmp_path, None)  # of an import before there were checksums
+    assert ("changed" in capsys.readouterr().err) == (not (tmp_path / "tokenizer_config.json").exists())
+
+
+def test_a_word_of_any_length_trains_a_tokenizer_as_many_words_do(monkeypatch):
+    """The trainer's time grows with the square of a word's length: 300,000 brackets took minutes."""
+    fed, train = [], Tokenizer.train_from_iterator
+
+    def feed(own, texts, trainer):
+        fed.extend(texts)
+        train(own, fed, trainer)
+
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", feed)
+    text = "ab " + "[" * 10_000 + "x" * 5000 + " " * 9000 + "_" * 4096 + "a" * 4096
+    train_bpe([text, "short"], 270, or_fewer=True)
+    assert "".join(fed) == text + "short" and fed[-1] == "short"
+    words = [word for piece in fed for word in re.findall(r"[a-z]+|\s+|[^a-z\s]+", piece)]
+    assert max(map(len, words)) == 4096

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
-from llmtrain.eval.decontamination.decontaminate import decontaminate, mds_samples, text_samples
-from llmtrain.eval.decontamination.ngrams import NgramSet, ngram_hashes
+from llmtrain.eval.decontamination.decontaminate import NgramSet, decontaminate, mds_samples, ngram_hashes, text_samples
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.documents import Choices, Continuation, Document
 from tests.support.icl import byte_level, some_sentence

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.eval import native_task
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.limits import time_limit
 from llmtrain.eval.lm_eval import task as tasks
@@ -20,6 +21,7 @@ from llmtrain.eval.lm_eval.groups import by_name
 from llmtrain.eval.lm_eval.index import TaskIndex
 from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
 from llmtrain.eval.lm_eval.yaml_file import read_task_file
+from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
 from llmtrain.eval.task_names import TaskNames
 from tests.support.icl import byte_level
@@ -33,7 +35,7 @@ BACKTRACKING = "(a+)+$"
 @pytest.fixture
 def brief(monkeypatch) -> None:
     """Limits of a fraction of a second."""
-    for module in (tasks, templates):
+    for module in (tasks, templates, native_task):
         monkeypatch.setattr(module, "DOCUMENT_SECONDS", 0.2)
     monkeypatch.setattr(tasks, "_FILTER_SECONDS", 0.2)
 
@@ -65,6 +67,37 @@ def test_a_regular_expression_of_a_filter_ends(tmp_path, brief):
     requests = made.requests(documents, byte_level(), 0)
     with pytest.raises(EvalError, match="task it: filter_list: a filter took longer than "):
         made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")] * len(requests))
+
+
+def test_a_regular_expression_of_a_metric_ends(tmp_path, brief):
+    metric = {"metric": "exact_match", "aggregation": "mean", "regexes_to_ignore": [BACKTRACKING]}
+    made = task(tmp_path, TEXT, metric_list=[metric])
+    documents = made.documents()
+    requests = made.requests(documents, byte_level(), 0)
+    with pytest.raises(EvalError, match=r"\[test\]:1: metric_list: a metric took longer than 0\.2 s"):
+        made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")] * len(requests))
+
+
+KEYWORD = {"keyword": BACKTRACKING, "frequency": 1, "relation": "at least"}
+
+
+@pytest.mark.parametrize(
+    ("record", "settings"),
+    [
+        ({}, {"type": "generation", "lm_eval": {"extract": {"x": {"pattern": BACKTRACKING}}}}),
+        ({}, {"type": "generation", "lm_eval": {"ignore": [BACKTRACKING]}}),
+        ({"prompt": "q", "instruction_id_list": ["keywords:frequency"], "kwargs": [KEYWORD]}, {"type": "instructions"}),
+    ],
+)
+def test_a_regular_expression_of_an_own_task_ends(tmp_path, brief, record, settings):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"context": "q", "answer": "a"} | record))
+    content = {"name": "x", "source": {"path": "x.jsonl"}, "conventions": ["lm-eval"]}
+    (tmp_path / "x.yaml").write_text(json.dumps(content | settings))
+    made = load_task(tmp_path / "x.yaml", "lm-eval")
+    documents = made.documents()
+    requests = made.requests(documents, byte_level(), 0)
+    with pytest.raises(EvalError, match=r"x\.jsonl:1: its answer's extraction and comparison took longer than 0\.2 s"):
+        made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")])
 
 
 def test_a_timer_that_runs_already_goes_on():

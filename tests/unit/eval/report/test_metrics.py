@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
-from llmtrain.eval.report.exact_match import foundry_exact_match, lm_eval_exact_match, normalize
 from llmtrain.eval.report.filters import apply_filters
 from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, WeightedSum, aggregate, estimate
-from llmtrain.eval.report.process_results import process_results
+from llmtrain.eval.report.process_results import foundry_exact_match, lm_eval_exact_match, normalize, process_results
 from llmtrain.eval.tasks.documents import Choices, Content, Continuation, Document, Question, Schema, Text
 from llmtrain.eval.tasks.filters import Extract
 from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting

@@ -76,7 +76,7 @@ def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | N
     model: Any = Model(platform)
     config: Any = SimpleNamespace(
         train=train(**settings),
-        model=SimpleNamespace(dropout=0.0),
+        model=SimpleNamespace(draws_in_training=False, counts_over_ranks=False),
         grad_accum=lambda ranks: 2,
         objective=NextTokenSection(),
     )

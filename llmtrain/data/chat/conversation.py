@@ -1,0 +1,208 @@
+"""Records of chat and completion data as conversations: `messages`, prompt and completion, ShareGPT, Alpaca.
+
+    recognise({"instruction", "output"})                                    # alpaca
+    conversation({"prompt": "2 + 2 =", "completion": " 4"}, "completion")   # Conversation(prompt="2 + 2 =", completion=" 4")
+
+A record that is none raises a ChatFault, whose text is a phrase: what is wrong in which turn, and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmtrain.config.regular_file import parse_json
+
+FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",),),
+    "sharegpt": (("conversations",),),
+    "completion": (("prompt", "completion"), ("prompt", "response")),
+    "alpaca": (("instruction", "output"),),
+}
+"""Fields by which each format is recognised, in this order: all of one alternative."""
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
+}
+_AFTER = {
+    "system": {None},
+    "developer": {None},
+    "user": {None, "system", "developer", "assistant"},
+    "assistant": {"user", "tool"},
+    "tool": {"assistant", "tool"},
+}
+"""Roles that may stand before each role; None: the beginning."""
+
+
+class ChatFault(Exception):
+    """A record that is no conversation to train on; the message is a phrase."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with `role` and `content`, the last of them the assistant's; or plain text, a prompt and its completion, where
+    `messages` is empty. tools: descriptions for the template."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    prompt: str = ""
+    completion: str = ""
+
+    @property
+    def answers(self) -> list[int]:
+        """Numbers of the assistant's messages."""
+        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+
+def recognise(keys: Collection[str]) -> str | None:
+    """Name of the format that records with these fields have; None: of none."""
+    for name, alternatives in FORMATS.items():
+        if any(set(needed) <= set(keys) for needed in alternatives):
+            return name
+    return None
+
+
+def conversation(record: Any, name: str, fields: Mapping[str, str] | None = None) -> Conversation:
+    """The conversation of a record of the format `name`. fields: names in the records in place of a format's own fields.
+
+    Raises ChatFault.
+    """
+    if not isinstance(record, Mapping):
+        raise ChatFault(f"expected an object, found {type(record).__name__}")
+    renamed = set((fields or {}).values())
+    known = {key: value for key, value in record.items() if value is not None and key not in renamed}
+    known |= {key: record[own] for key, own in (fields or {}).items() if record.get(own) is not None}
+    needed = next((some for some in FORMATS[name] if set(some) <= known.keys()), None)
+    if needed is None:
+        missing = next(key for key in FORMATS[name][0] if key not in known)
+        keys = ", ".join(sorted(map(str, record))[:8]) or "none"
+        raise ChatFault(f"has no '{missing}' (keys: {keys}); name its field with chat.fields, or another chat.format")
+    return _READERS[name](known, known[needed[-1]])
+
+
+def _messages(record: Mapping[str, Any], messages: Any) -> Conversation:
+    found = [_message(one, number) for number, one in enumerate(_listed("messages", messages), 1)]
+    return _checked(found, record)
+
+
+def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
+    found = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for number, turn in enumerate(_listed("conversations", turns), 1):
+        if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+            if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
+                found.append(_message(turn, number))
+                continue
+            raise ChatFault(f"turn {number} has no `from` and `value`")
+        role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
+        found.append(_message({"role": role, "content": turn["value"]}, number))
+    return _checked(found, record)
+
+
+def _alpaca(record: Mapping[str, Any], output: Any) -> Conversation:
+    parts = [_text(record[key], key) for key in ("instruction", "input") if record.get(key)]
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    asked = {"role": "user", "content": "\n\n".join(parts)}
+    return _checked([*system, asked, {"role": "assistant", "content": _text(output, "output")}], record)
+
+
+def _completion(record: Mapping[str, Any], completion: Any) -> Conversation:
+    prompt = record["prompt"]
+    if isinstance(prompt, list) or isinstance(completion, list):
+        both = [*_listed("prompt", prompt), *_listed("completion", completion)]
+        return _checked([_message(one, number) for number, one in enumerate(both, 1)], record)
+    if not _text(completion, "completion").strip():
+        raise ChatFault("the completion is empty; mend the record, or leave it out")
+    return Conversation(prompt=_text(prompt, "prompt"), completion=completion)
+
+
+_READERS = {"messages": _messages, "sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ChatFault(f"'{what}' is {type(value).__name__}, not text")
+    return _unicode(value, what)
+
+
+def _unicode(text: str, what: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatFault(f"{what} holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """A list, which may be given as JSON text."""
+    value = _parsed(name, value)
+    if not isinstance(value, list) or not value:
+        raise ChatFault(f"'{name}' is {'empty' if value == [] else type(value).__name__}; expected a list of turns")
+    return value
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise ChatFault(f"'{name}' is text, but no JSON: {error}") from None
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """A message without empty fields; `tool_calls` may be JSON text."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ChatFault(f"turn {number} has no `role`")
+    found = _without_nulls(dict(message))
+    if "tool_calls" in found:
+        found["tool_calls"] = _parsed("tool_calls", found["tool_calls"])
+    content = found.get("content")
+    if isinstance(content, str):
+        _unicode(content, f"turn {number}")
+    elif content is not None and not isinstance(content, list):
+        raise ChatFault(f"the content of turn {number} is {type(content).__name__}, not text")
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null, which tables have for what other records hold there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _checked(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
+    """A conversation whose roles are in order, and which ends with an answer. Raises ChatFault."""
+    before = None
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in _ROLES:
+            raise ChatFault(f"turn {number} has the role {role!r}; known are {', '.join(sorted(_ROLES))}")
+        if before not in _AFTER[role]:
+            where = f"after {before}" if before else "at the beginning"
+            raise ChatFault(
+                f"turn {number} ({role}) stands {where}; roles take turns: [system,] user, assistant, user, ..."
+            )
+        if role == "assistant" and not (_content(message).strip() or message.get("tool_calls")):
+            raise ChatFault(f"turn {number} (assistant) is empty; mend the record, or leave it out")
+        before = role
+    if before != "assistant":
+        raise ChatFault(f"the last turn is {before}'s, not the assistant's; there is no answer to train on: cut it off")
+    tools = _parsed("tools", record.get("tools"))
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ChatFault("'tools' is no list of descriptions (objects), or JSON text of one")
+    return Conversation(messages, _without_nulls(tools) or None)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -1,0 +1,114 @@
+"""What of `data.prepare` is chat data: the format by the first record, and the settings by which records become samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmtrain.data.chat.conversation import FORMATS, recognise
+from llmtrain.data.chat.samples import ChatSettings, rendering_of
+from llmtrain.data.chat.template import CHATML_TOKENS, ChatError, find_template
+from llmtrain.data.sources.files import PrepareError, SourceFile, list_files
+from llmtrain.data.sources.record_text import record_key
+from llmtrain.data.sources.records import SetAside, read_pieces, whole
+from llmtrain.data.sources.sample import training_texts
+from llmtrain.data.sources.token_kinds import token_kind
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
+from llmtrain.schema.data import ChatSection, PrepareConfig
+
+_FILES = 3
+"""Files whose first record is looked at, until one has any."""
+
+
+def recognised(config: PrepareConfig) -> PrepareConfig:
+    """The config with `chat` and its format, where the first record of the sources is of one, and with a packing that cuts no
+    conversation; the same config for texts.
+
+    Raises PrepareError for sources that cannot be listed, and where `chat` is given but not its format, which no field tells.
+    """
+    if config.chat is None or config.chat.format is None:
+        keys = next(_first_records(list_files(config.sources), config), None)
+        name = None if keys is None or (config.chat is None and config.text_key in keys) else _format(keys, config.chat)
+        if name is None and config.chat is not None:
+            found = ", ".join(sorted(keys or ())[:8]) or "none"
+            raise PrepareError(
+                f"{config.sources[0]}: the first record's fields ({found}) are of none of the formats {', '.join(FORMATS)}; name "
+                "one with chat.format (--chat-format), and its fields with chat.fields (--chat-field)"
+            )
+        if name is None:
+            return config
+        config = config.model_copy(update={"chat": (config.chat or ChatSection()).model_copy(update={"format": name})})
+    return config if config.fills_samples else config.model_copy(update={"packing": "best_fit"})
+
+
+def _format(keys: set[str], section: ChatSection | None) -> str | None:
+    fields = section.fields if section else {}
+    return recognise((keys - set(fields.values())) | {key for key, own in fields.items() if own in keys})
+
+
+def _first_records(files: list[SourceFile], config: PrepareConfig) -> Iterator[set[str]]:
+    """Fields of the first record of each of the first files that hold records."""
+    for file in files[:_FILES]:
+        if token_kind(file.path, file.from_folder):
+            continue
+        found: list[set[str]] = []
+
+        def note(record: Any, found: list[set[str]] = found) -> tuple[str, None]:
+            found.append(set(record) if isinstance(record, dict) else set())
+            return "x", None  # any text, with which the first records are yielded
+
+        try:
+            next(read_pieces(whole(file), record_key(config.text_key, note)), None)
+        except SetAside:
+            continue  # said where it is read
+        yield from found[:1]
+
+
+def chat_settings(config: PrepareConfig, tokenizer: TextTokenizer | None) -> ChatSettings | None:
+    """How records become samples, of a recognised config; None for texts. tokenizer: None while it is to be trained. Raises
+    PrepareError without a chat template."""
+    section = config.chat
+    if section is None:
+        return None
+    assert section.format is not None
+    template = None
+    if section.format != "completion" or section.template is not None:
+        try:
+            template = find_template(tokenizer, None if section.template == "tokenizer" else section.template)
+        except ChatError as error:
+            raise PrepareError(f"{error}, or `chatml`, as chat.template (--chat-template)") from None
+    fields = tuple(section.fields.items())
+    return ChatSettings(section.format, fields, template, section.targets, section.prompts)
+
+
+def key_of(config: PrepareConfig, settings: ChatSettings | None) -> str:
+    """`text_key` of a config: of texts its own; else the key that makes samples of whole records."""
+    if settings is None:
+        return config.text_key
+    first = FORMATS[settings.name][0][0]
+    return record_key(dict(settings.fields).get(first, first), settings.convert)
+
+
+def train_tokenizer(corpora: Sequence[tuple[PrepareConfig, list[SourceFile]]]) -> TextTokenizer:
+    """A tokenizer of the training texts of recognised configs, of their `vocab_size`. It has the special tokens of `chatml` where a
+    config names that template.
+
+    Raises what `training_texts` and `train_bpe` raise.
+    """
+    size = corpora[0][0].vocab_size
+    assert size is not None  # PrepareConfig.problems()
+    chatml = any(config.chat is not None and config.chat.template == "chatml" for config, _ in corpora)
+
+    def texts() -> Iterator[str]:
+        for config, files in corpora:
+            settings = chat_settings(config, None)
+            found = training_texts(config, files, key_of(config, settings))
+            yield from found if settings is None else (_plain(rendering_of(text).text) for text in found)
+
+    return train_bpe(texts(), size, further=CHATML_TOKENS if chatml else ())
+
+
+def _plain(text: str) -> str:
+    for token in CHATML_TOKENS:
+        text = text.replace(token, "")
+    return text

@@ -1,0 +1,183 @@
+"""Conversations as tokens of which some are trained.
+
+A conversation is rendered when its record is read, so that what is wrong has a file and a line, and tokenised with many others
+later. What is trained: the answers that `{% generation %}` encloses where the template has it; else an answer's tokens lie behind
+the longest common prefix of the conversation's tokens and of those of its beginning up to the answer (TRL's convention).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from llmtrain.config.regular_file import parse_json
+from llmtrain.data.chat.conversation import ChatFault, Conversation, conversation
+from llmtrain.data.chat.template import ChatError, ChatTemplate
+from llmtrain.data.tokenize.encode import DocumentMarks
+
+
+class Rendering(NamedTuple):
+    """A conversation as text. answers: characters [begin, end) of each, marked by the template; or else turns: of each answer, the
+    text before it, and that up to its end, as TRL renders them. closed: the text ends as the template ends it."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    turns: list[tuple[str, str]]
+    closed: bool
+
+
+class Sample(NamedTuple):
+    """ids, trained: [n]."""
+
+    ids: NDArray[np.uint32]
+    trained: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How records become samples. name: the format. template: None for plain prompts and completions. targets: `last` or `all`
+    answers. prompts: `none`, `all` or `length>=N`, the prompts that are trained as well, by their tokens."""
+
+    name: str
+    fields: tuple[tuple[str, str], ...]
+    template: ChatTemplate | None
+    targets: str
+    prompts: str
+
+    def convert(self, record: Any) -> tuple[str, str | None]:
+        """(text, fault) of a record, as of extract_text: the text is a Rendering in JSON."""
+        try:
+            found = conversation(record, self.name, dict(self.fields))
+            return json.dumps(self.render(found), ensure_ascii=False), None
+        except ChatFault as fault:
+            return "", str(fault)
+        except ChatError as error:
+            return "", f"{error}; mend the record or the template (chat.template names another)"
+
+    def render(self, chat: Conversation) -> Rendering:
+        """Raises ChatFault, and ChatError from the template."""
+        if self.template is None and chat.messages:
+            raise ChatFault("holds messages, which need a chat template: name one with chat.template")
+        if self.template is None:
+            text = chat.prompt + chat.completion
+            return Rendering(text, [], [(chat.prompt, text)], False)
+        if not chat.messages:
+            turns = (("user", chat.prompt), ("assistant", chat.completion.strip()))
+            chat = Conversation([{"role": role, "content": content} for role, content in turns])
+        template = self.template
+        text, answers = template.render(chat.messages, tools=chat.tools)
+        if template.marks_answers:
+            if not answers:
+                raise ChatFault(f"chat template {template.source} marks no answer of it by {{% generation %}}")
+            return Rendering(text, answers, [], True)
+        wanted = chat.answers if self.targets == "all" or self.prompts != "none" else chat.answers[-1:]
+        return Rendering(text, [], [self._turn(chat, number, text) for number in wanted], True)
+
+    def _turn(self, chat: Conversation, number: int, text: str) -> tuple[str, str]:
+        assert self.template is not None
+        before, _ = self.template.render(chat.messages[:number], tools=chat.tools, add_generation_prompt=True)
+        if number == len(chat.messages) - 1:
+            return before, text
+        upto, _ = self.template.render(chat.messages[: number + 1], tools=chat.tools)
+        begin, end = _common(before, text), _common(upto, text)
+        content = chat.messages[number].get("content")
+        if begin >= end or (isinstance(content, str) and content.strip() not in text[begin:end]):
+            raise ChatFault(
+                f"chat template {self.template.source} writes turn {number + 1} otherwise once further turns follow, so that its "
+                "tokens cannot be found; give chat.targets: last, or a template with {% generation %}"
+            )
+        return before, upto
+
+
+def _common(a: Any, b: Any) -> int:
+    """Length of the longest common prefix of two sequences."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    low, high = 0, size  # the first `low` are equal, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
+
+
+class SampleEncoder:
+    """Callable that turns renderings into samples. tokenizer: the content of a tokenizer.json."""
+
+    def __init__(self, tokenizer: str, marks: DocumentMarks, settings: ChatSettings) -> None:
+        self.marks, self.settings = marks, settings
+        self.backend = Tokenizer.from_str(tokenizer)
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.encode_special_tokens = False  # the template spells them
+
+    def __call__(self, renderings: Sequence[Rendering]) -> list[Sample]:
+        texts = [text for one in renderings for text in (one.text, *_prefixes(one))]
+        encoded = iter(self.backend.encode_batch(texts, add_special_tokens=False))
+        return [self._sample(one, next(encoded), [next(encoded).ids for _ in _prefixes(one)]) for one in renderings]
+
+    def _sample(self, one: Rendering, whole: Encoding, prefixes: list[list[int]]) -> Sample:
+        ids = whole.ids
+        if one.turns:
+            begins, ends = (([_common(prefix, ids) for prefix in prefixes[part::2]]) for part in (0, 1))
+        else:
+            begins, ends = _tokens_of(whole, one.answers)
+        trained = self._trained(len(ids), begins, ends)
+        if self._is_open(one, ids):
+            ids = [*ids, self.marks.eod_id]
+            trained = np.append(trained, True)
+        if self.marks.bos_id is not None and ids[:1] != [self.marks.bos_id]:
+            ids = [self.marks.bos_id, *ids]
+            trained = np.insert(trained, 0, False)
+        return Sample(np.array(ids, np.uint32), trained)
+
+    def _trained(self, count: int, begins: Sequence[int], ends: Sequence[int]) -> NDArray[np.bool_]:
+        trained = np.zeros(count, bool)
+        least = {"none": count + 1, "all": 0}.get(self.settings.prompts)
+        least = int(self.settings.prompts.removeprefix("length>=")) if least is None else least
+        before = 0
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
+            trained[begin:end] = self.settings.targets == "all" or number == len(begins)
+            trained[before:begin] |= begin - before >= least
+            before = end
+        return trained
+
+    def _is_open(self, one: Rendering, ids: list[int]) -> bool:
+        """True if no token ends the answer: the template adds none, or none is written in plain text."""
+        if not self.marks.closes:
+            return False
+        if not one.closed:
+            return ids[-1:] != [self.marks.eod_id]
+        text = one.text.rstrip()
+        return not any(text.endswith(token) for token in self._special)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        added = self.backend.get_added_tokens_decoder()
+        found = [token.content for id, token in added.items() if token.special or id == self.marks.eod_id]
+        return tuple(text for text in found if text)
+
+
+def _prefixes(one: Rendering) -> list[str]:
+    return [text for turn in one.turns for text in turn]
+
+
+def _tokens_of(whole: Encoding, answers: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """First tokens, and those behind the last ones, of ranges of characters: all tokens that share a character with them."""
+    spans = np.array(whole.offsets, np.int64).reshape(-1, 2)
+    begins = np.searchsorted(spans[:, 1], [begin for begin, _ in answers], side="right")
+    ends = np.searchsorted(spans[:, 0], [end for _, end in answers], side="left")
+    return begins.tolist(), ends.tolist()
+
+
+def rendering_of(text: str) -> Rendering:
+    """The Rendering that `ChatSettings.convert` has written."""
+    text, answers, turns, closed = parse_json(text)
+    return Rendering(text, [(begin, end) for begin, end in answers], [(a, b) for a, b in turns], closed)

@@ -1,0 +1,56 @@
+"""Specification of a feed-forward layer of experts, behind its router, as one operation. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.kernels.platform import Platform
+
+GATED = ("swiglu", "geglu", "geglu_tanh")
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ROW_BYTES = 16
+_WITHOUT_HOST = ("sm90", "sm100")
+"""Architectures on which PyTorch's grouped product of bf16 does not wait for the host."""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """x: [T, d_model], each token through top_k of n_experts: w_in [n_experts, d_in, d_model], the activation, w_out
+    [n_experts, d_model, d_ff]. activation: as MLPSection.type. bias: both products have one."""
+
+    d_model: int
+    d_ff: int
+    n_experts: int
+    top_k: int
+    activation: str = "swiglu"
+    bias: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def d_in(self) -> int:
+        """Rows of w_in: gate and up, or up alone."""
+        return (2 if self.activation in GATED else 1) * self.d_ff
+
+
+def refuse_grouped_mm(spec: ExpertsSpec, platform: Platform | None) -> str | None:
+    size = _BYTES.get(spec.dtype)
+    if size is None:
+        return f"torch.nn.functional.grouped_mm takes {', '.join(_BYTES)}, not {spec.dtype}"
+    for name, width in (("d_model", spec.d_model), ("d_ff", spec.d_ff)):
+        if width * size % _ROW_BYTES:
+            each = _ROW_BYTES // size
+            return (
+                f"torch.nn.functional.grouped_mm needs rows of whole {_ROW_BYTES} bytes, and {name} = {width} are {width * size}; "
+                f"use a multiple of {each}"
+            )
+    if platform is not None and platform.vendor != "cpu":
+        if platform.arch not in _WITHOUT_HOST:
+            return f"torch.nn.functional.grouped_mm waits for the host on {platform.arch}, in every layer"
+        if spec.dtype != "bfloat16":
+            return f"torch.nn.functional.grouped_mm waits for the host with {spec.dtype}, in every layer; it does not with bfloat16"
+    return None
+
+
+def preference(spec: ExpertsSpec, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`."""
+    return ("grouped_mm", "reference")

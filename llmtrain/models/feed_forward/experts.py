@@ -1,0 +1,167 @@
+"""A feed-forward layer of experts, of which each token meets a few; no token is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+
+from llmtrain.kernels import registry
+from llmtrain.kernels.platform import Platform, detect
+from llmtrain.models.attached_loss import AttachedLosses, add_in_backward, attach_loss, attach_pooled
+from llmtrain.models.context import BlockContext
+from llmtrain.models.costs import Flops, Work
+from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.feed_forward.routers import Router, Routing, route
+from llmtrain.models.init import InitScale, Rule, constant, normal
+from llmtrain.models.layers import Linear
+from llmtrain.models.sections.experts import ExpertsSection
+
+_LOGGED_LOADS = 64
+"""Most experts of a layer whose loads are logged one by one."""
+
+
+class ExpertWeights(nn.Module):
+    """The matrices of all experts, one above another as published checkpoints have them: w_in [n_experts, d_in, d], gate above up,
+    and w_out [n_experts, d, d_ff]. Read as attributes; there is no forward.
+
+    parts: rows of the maps that stand in each expert's matrix, by parameter (as Linear.parts).
+    """
+
+    def __init__(self, section: ExpertsSection, d: int):
+        super().__init__()
+        n, d_in = section.n_experts, section.spec(d).d_in
+        self.w_in = nn.Parameter(torch.empty(n, d_in, d))
+        self.w_out = nn.Parameter(torch.empty(n, d, section.d_ff))
+        self.b_in = nn.Parameter(torch.empty(n, d_in)) if section.bias else None
+        self.b_out = nn.Parameter(torch.empty(n, d)) if section.bias else None
+        self.parts = {"w_in": (section.d_ff,) * (d_in // section.d_ff), "w_out": (d,)}
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        rules = {
+            "w_in": normal(scale.of(self.w_in.shape[2])),
+            "w_out": normal(scale.of(self.w_out.shape[2], residual=True)),
+        }
+        return rules if self.b_in is None else rules | {"b_in": constant(0.0), "b_out": constant(0.0)}
+
+
+class Experts(FeedForward):
+    """The sum of the chosen experts' outputs by the router's weights, and of an MLP that every token meets."""
+
+    choice_bias: Tensor
+    load: Tensor
+
+    def __init__(self, section: ExpertsSection, d_model: int, platform: Platform | None, dtype: torch.dtype):
+        super().__init__(section, d_model, platform, dtype)
+        self.section, width = section, section.latent or d_model
+        kernel = section.kernel(d_model, str(dtype).removeprefix("torch."))
+        platform = platform or detect()
+        self.backend = registry.resolve(kernel.operation, kernel.backend, kernel.spec, platform)
+        self.kernel = self.backend.build(kernel.spec, platform)
+        self.router = Router(section.n_experts, d_model, section.router.bias)
+        self.latent_in = None if section.latent is None else Linear(d_model, width)
+        self.experts = ExpertWeights(section, width)
+        self.latent_out = None if section.latent is None else Linear(width, d_model, residual=True)
+        self.shared = None if section.shared is None else MLP(section.shared, d_model, platform, dtype)
+        self.shared_gate = Linear(d_model, 1) if section.shared_gate else None
+        if section.router.choice_bias:
+            self.register_buffer("choice_bias", torch.zeros(section.n_experts))
+        self.register_buffer("load", torch.zeros(section.n_experts), persistent=False)
+        pooled = section.balance.weight > 0 and section.balance.over == "model"
+        self.pooling = section.n_experts if pooled else None
+
+    @property
+    def fp32_parameters(self) -> Collection[str]:
+        return [f"router.{name}" for name, _ in self.router.named_parameters()]
+
+    @property
+    def no_decay_parameters(self) -> Collection[str]:
+        return ("experts.b_in", "experts.b_out") if self.section.bias else ()
+
+    @property
+    def losses(self) -> Collection[str]:
+        weights = {"balance": self.section.balance.weight, "router_z": self.section.z_loss}
+        return [name for name, weight in weights.items() if weight > 0]
+
+    @property
+    def outputs(self) -> Collection[str]:
+        return ("latent_out",) if self.shared_gate is not None else ("latent_out", "shared.w_out")
+
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+        tokens, router = x.flatten(0, -2), self.section.router
+        trained = torch.is_grad_enabled() and context.losses is not None
+        logits = self.router.logits(tokens, router.jitter if self.training and torch.is_grad_enabled() else 0.0)
+        routing = route(router, self.section.top_k, logits, self.choice_bias if router.choice_bias else None)
+        z, weights = tokens if self.latent_in is None else self.latent_in(tokens), self.experts
+        y = self.kernel(z, routing.chosen, routing.weights, weights.w_in, weights.w_out, weights.b_in, weights.b_out)
+        y = y if self.latent_out is None else self.latent_out(y)
+        if self.shared is not None:
+            beside = self.shared(tokens)
+            y = y + (beside if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * beside)
+        return (self._attach(y, logits, routing, context.losses) if trained else y).view_as(x)
+
+    def _attach(self, y: Tensor, logits: Tensor, routing: Routing, losses: AttachedLosses | None) -> Tensor:
+        """y, with the losses of the layer and its count of tokens."""
+        section, chosen = self.section, routing.chosen.flatten()
+        load = torch.zeros_like(self.load).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=self.load.dtype))
+        y = add_in_backward(y, self.load, load)
+        if section.z_loss:
+            y = attach_loss(y, section.z_loss * logits.logsumexp(-1).square().mean(), losses, "router_z")
+        if not section.balance.weight:
+            return y
+        if section.balance.tokens == "step":
+            load = _over_ranks(load + self.load)
+        share, factor = load / load.sum(), section.balance.weight * section.n_experts
+        mean = routing.scores.mean(0)
+        if self.pooling is None:
+            return attach_loss(y, factor * (share * mean).sum(), losses, "balance")
+        assert losses is not None
+        layers = len(losses.counts)
+        with torch.no_grad():
+            losses.counts[self.pool].copy_(share * section.top_k / layers)
+        return attach_pooled(y, factor / layers * mean, losses, "balance")
+
+    def after_step(self) -> None:
+        if rate := self.section.router.bias_rate:
+            self.choice_bias += rate * (self.load.mean() - self.load).sign()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Of the step's tokens: experts' shares, the largest and the smallest over the mean, and their entropy over that of a
+        balanced load."""
+        share, n = self.load / self.load.sum(), self.section.n_experts
+        entropy = torch.special.entr(share).sum() / torch.log(torch.tensor(float(max(n, 2))))
+        found = {"load_max": share.max() * n, "load_min": share.min() * n, "load_entropy": entropy}
+        return found | ({f"load_{i}": one for i, one in enumerate(share)} if n <= _LOGGED_LOADS else {})
+
+    def matrix_rows(self) -> dict[str, tuple[int, ...]]:
+        return {f"experts.{name}": rows for name, rows in self.experts.parts.items()}
+
+    def inactive_parameters(self) -> dict[str, int]:
+        left = self.section.n_experts - self.section.top_k
+        return {f"experts.{name}": left * weight[0].numel() for name, weight in self.experts.named_parameters()}
+
+    def flops(self, seq_len: int, causal: bool = False) -> Flops:
+        experts, share = self.experts, self.section.n_experts
+        total = Flops()
+        for weight, part in (
+            (experts.w_in, self.section.top_k),
+            (experts.w_out, self.section.top_k),
+            (self.router.weight, share),
+        ):
+            work = Work(projection=2 * seq_len * weight.numel() * part // share)
+            total += Flops.with_weight(work, weight.requires_grad)
+        for linear in (self.latent_in, self.latent_out, self.shared, self.shared_gate):
+            total += Flops() if linear is None else linear.flops(seq_len)
+        return total
+
+
+def _over_ranks(load: Tensor) -> Tensor:
+    """The sum over all ranks, whose tokens all differ."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return load
+    assert dist.group.WORLD is not None
+    return collectives.all_reduce(load, "sum", dist.group.WORLD)

@@ -1,0 +1,47 @@
+"""Casts to float8, and the gradient of gated units, compile for the GPUs of NVIDIA, and move 16 bytes a thread. Their results:
+interpreted_float8_cast.py, interpreted_glu.py, and tests/gpu."""
+
+import re
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llmtrain.kernels.float8_cast import triton as casts
+from llmtrain.kernels.glu import triton as unit
+from llmtrain.kernels.glu.reference import ACTIVATIONS
+
+pytestmark = pytest.mark.compile
+CAST = {"x": "*bf16", "scale": "*fp32", "result": "*fp8e4nv", "transposed": "*fp8e4nv", "rows": "i32", "columns": "i32"}
+TRANSPOSE = {"x": "*i8", "transposed": "*i8", "rows": "i32", "columns": "i32"}
+GLU = {"dy": "*bf16", "h": "*bf16", "d_h": "*bf16", "width": "i32"}
+BLOCKS = {"BLOCK_ROWS": casts.BLOCK_ROWS, "BLOCK_COLUMNS": casts.BLOCK_COLUMNS}
+# Kernel, types of its arguments, constants, warps, and how often it reads one number alone: the scale.
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
+    "cast": (casts._cast, CAST, BLOCKS | {"LARGEST": 448.0}, casts.NUM_WARPS, 1),
+    "transpose": (casts._transpose, TRANSPOSE, BLOCKS, casts.NUM_WARPS, 0),
+    **{
+        f"glu, {name}": (unit._glu_bwd, GLU, {"ACTIVATION": name, "BLOCK": unit.BLOCK}, unit.NUM_WARPS, 0)
+        for name in sorted(ACTIVATIONS)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name, arch", [(name, arch) for name in CASES for arch in ((80 if "glu" in name else 89), 90, 100)]
+)
+def test_it_moves_sixteen_bytes_a_thread(name: str, arch: int):
+    kernel, signature, constants, num_warps, single = CASES[name]
+    place = {parameter.name: (parameter.num,) for parameter in kernel.params}
+    source = ASTSource(
+        kernel,
+        signature | dict.fromkeys(constants, "constexpr"),
+        {place[name]: value for name, value in constants.items()},
+        {place[name]: [["tt.divisibility", 16]] for name in signature},
+    )
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    moves = re.findall(r"\b(?:ld|st)\.global\.(v4\.b32|\S+)", compiled.asm["ptx"])
+    assert moves and {move for move in moves if move != "v4.b32"} <= {"b32"}
+    assert moves.count("b32") == single

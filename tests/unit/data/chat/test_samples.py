@@ -1,0 +1,200 @@
+"""Tokens and masks of conversations beside transformers', for the kinds of published chat templates."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from llmtrain.data.chat.conversation import ChatFault, Conversation
+from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
+from llmtrain.data.chat.template import CHATML, ChatError, ChatTemplate
+from llmtrain.data.tokenize.encode import DocumentMarks
+from llmtrain.data.tokenize.tokenizer import train_bpe
+
+KINDS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parents[3] / "data" / "chat" / "templates.yaml").read_text()
+)
+WORDS = "what is the colour of tea? it is green, and the sky is blue. thank you! 1 + 1 = 2; größer als 世界 🍵 user assistant"
+TURNS = [
+    {"role": "user", "content": "What is the colour of tea? 世界"},
+    {"role": "assistant", "content": "It is green 🍵"},
+    {"role": "user", "content": " And the sky?\n"},
+    {"role": "assistant", "content": "The sky is größer, and blue."},
+]
+CALLS = [
+    {"role": "user", "content": "1 + 1?"},
+    {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}],
+    },
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}]
+
+
+@cache
+def oracle(kind: str) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a kind."""
+    about = KINDS[kind]
+    backend = Tokenizer.from_str(train_bpe([WORDS * 3], 340, or_fewer=True).backend.to_str())
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=about["special"][0], bos_token=about.get("bos"))
+    found.add_special_tokens({"additional_special_tokens": about["special"]})
+    return found
+
+
+def template_of(kind: str, marked: bool) -> ChatTemplate:
+    about = KINDS[kind]
+    pair = ("{%- generation -%}", "{%- endgeneration -%}") if marked else ("", "")
+    text = about["template"].replace("«", pair[0]).replace("»", pair[1])
+    return ChatTemplate(text, {"eos_token": about["special"][0], "bos_token": about.get("bos", "")}, kind)
+
+
+def encode(kind: str, chat: Conversation, marked: bool, closes: bool = False, **settings: str) -> Sample:
+    tokenizer = oracle(kind)
+    found = ChatSettings("messages", (), template_of(kind, marked), **{"targets": "all", "prompts": "none"} | settings)
+    marks = DocumentMarks(tokenizer.eos_token_id, closes=closes)
+    [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, found)([found.render(chat)])
+    return sample
+
+
+def conversations(kind: str) -> list[Conversation]:
+    found = [Conversation(TURNS[:2]), Conversation(TURNS)]
+    if not KINDS[kind].get("no_system"):
+        found.append(Conversation([{"role": "system", "content": "Be brief."}, *TURNS]))
+    return [*found, Conversation(CALLS, TOOLS)] if KINDS[kind].get("tools") else found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marked_answers_are_those_of_transformers(kind):
+    tokenizer, template = oracle(kind), template_of(kind, marked=True)
+    for chat in conversations(kind):
+        expected = tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            chat_template=template.text,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        sample = encode(kind, chat, marked=True)
+        assert sample.ids.tolist() == expected["input_ids"]
+        mask = expected["assistant_masks"]
+        if (
+            mask != sample.trained.tolist()
+        ):  # transformers leaves out the last bytes of a character at the end of an answer
+            text = tokenizer.apply_chat_template(
+                chat.messages, tools=chat.tools, chat_template=template.text, tokenize=False
+            )
+            added = [n for n, (a, b) in enumerate(zip(mask, sample.trained.tolist(), strict=True)) if a != b]
+            offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            assert all(offsets[n] == offsets[n - 1] and text[slice(*offsets[n])] == "🍵" for n in added)
+        assert sum(sample.trained) > 3
+
+
+def prefix(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_marks_an_answer_begins_behind_the_longest_common_prefix(kind):
+    tokenizer, template = oracle(kind), template_of(kind, marked=False)
+
+    def ids(messages: list[dict[str, Any]], chat: Conversation, asks: bool) -> list[int]:
+        return tokenizer.apply_chat_template(
+            messages, tools=chat.tools, chat_template=template.text, add_generation_prompt=asks, return_dict=False
+        )
+
+    for chat in conversations(kind):
+        whole = ids(chat.messages, chat, False)
+        last = encode(kind, chat, marked=False, targets="last")
+        assert last.ids.tolist() == whole
+        begin = prefix(ids(chat.messages[:-1], chat, True), whole)
+        assert last.trained.tolist() == [at >= begin for at in range(len(whole))] and begin < len(whole)
+        if KINDS[kind].get("rewrites") and len(chat.answers) > 1:
+            with pytest.raises(ChatFault, match=r"writes turn \d otherwise once further turns follow"):
+                encode(kind, chat, marked=False)
+            continue
+        trained = [False] * len(whole)
+        for number in chat.answers:
+            begin = prefix(ids(chat.messages[:number], chat, True), whole)
+            end = prefix(ids(chat.messages[: number + 1], chat, False), whole)
+            trained[begin:end] = [True] * (end - begin)
+        assert encode(kind, chat, marked=False).trained.tolist() == trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_no_token_ends_gets_the_end_of_document(kind):
+    chat, eos = Conversation(TURNS), oracle(kind).eos_token_id
+    plain, closed = encode(kind, chat, marked=True), encode(kind, chat, marked=True, closes=True)
+    added = [eos] if KINDS[kind].get("open") else []
+    assert closed.ids.tolist() == plain.ids.tolist() + added
+    assert closed.trained.tolist() == plain.trained.tolist() + [True] * len(added)
+    assert kind in ("phi-3", "llama-3") or closed.trained[-2:].any()
+
+
+def test_prompts_are_trained_where_they_are_long_enough():
+    chat = Conversation(TURNS)
+    answers = encode("phi-4", chat, marked=True).trained.tolist()
+    assert encode("phi-4", chat, marked=True, prompts="all").trained.all()
+    begin = answers.index(True)
+    second = answers.index(False, begin)
+    gaps = begin, answers.index(True, second) - second
+    some = encode("phi-4", chat, marked=True, prompts=f"length>={max(gaps)}").trained.tolist()
+    assert some.count(True) == answers.count(True) + max(gaps) and min(gaps) < max(gaps)
+    last = encode("phi-4", chat, marked=True, targets="last", prompts="all").trained.tolist()
+    assert last.count(False) == answers.index(False, begin) - begin
+
+
+def test_plain_prompts_and_completions():
+    tokenizer = oracle("tulu")
+    settings = ChatSettings("completion", (), None, "all", "none")
+    marks = DocumentMarks(tokenizer.eos_token_id)
+    encoder = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, settings)
+    [sample] = encoder([settings.render(Conversation(prompt="what is th", completion="e colour"))])
+    whole = tokenizer("what is the colour", add_special_tokens=False)["input_ids"]
+    begin = prefix(tokenizer("what is th", add_special_tokens=False)["input_ids"], whole)
+    assert sample.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    assert sample.trained.tolist() == [at >= begin for at in range(len(whole) + 1)]
+    [ended] = encoder([settings.render(Conversation(prompt="what", completion=" is<|endoftext|>"))])
+    assert ended.ids.tolist().count(tokenizer.eos_token_id) == 1
+    with pytest.raises(ChatFault, match=r"need a chat template: name one with chat\.template"):
+        settings.render(Conversation(TURNS))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("{{ raise_exception('never') }}", "chat template x: never"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took longer than 0.2 s"),
+        ("{{ messages[0].content.pop() }}", "chat template x: "),
+        ("{{ 1 / 0 }}", "chat template x: division by zero"),
+        ("{% if %}", "chat template x: "),
+    ],
+    ids=["raises", "loops", "no such method", "fails", "syntax"],
+)
+def test_a_template_that_fails_makes_a_bad_record(text, expected, monkeypatch):
+    monkeypatch.setattr("llmtrain.data.chat.template.DOCUMENT_SECONDS", 0.2)
+    settings = ChatSettings("messages", (), ChatTemplate(text, {}, "x"), "all", "none")
+    with pytest.raises(ChatError):
+        settings.render(Conversation(TURNS))
+    made, fault = settings.convert({"messages": TURNS})
+    assert made == "" and fault is not None and expected in fault and "chat.template names another" in fault
+
+
+def test_a_marked_template_that_marks_no_answer():
+    text = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    )
+    settings = ChatSettings("messages", (), ChatTemplate(text, {}, "x"), "all", "none")
+    assert settings.convert({"messages": TURNS})[1] == "chat template x marks no answer of it by {% generation %}"
+
+
+def test_chatml_marks_answers():
+    text, answers = ChatTemplate(CHATML, {}, "chatml").render(TURNS)
+    assert [text[slice(*one)] for one in answers] == [f"{turn['content']}<|im_end|>" for turn in TURNS[1::2]]
