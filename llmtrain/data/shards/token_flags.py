@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 
 COLUMN = "token_flags"
 """Column of the shards: uint8 [seq_len]."""
-TRAINED, ENDS = 1, 2
-"""TRAINED: a label of the objective `completion`. ENDS: the last token of a document, and each token that fills a sample."""
+TRAINED, ENDS, UNDESIRABLE = 1, 2, 4
+"""TRAINED: a label of the objectives `completion` and `preference`. ENDS: the last token of a document, and each token that fills a
+sample. UNDESIRABLE: a token of an answer that is labelled so."""
 NOT_MARKED = (
     "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
     "leave `objective` at next_token"
 )
-_SHIFT = 30
+_SHIFT = 29
 
 
 def with_flags(ids: NDArray, flags: NDArray[np.uint8] | int) -> NDArray[np.uint32]:
-    """Tokens and their flags as one number each. ids: below 2^30."""
+    """Tokens and their flags as one number each. ids: below 2^29."""
     return np.asarray(ids, np.uint32) | (np.asarray(flags, np.uint32) << np.uint32(_SHIFT))
 
 
