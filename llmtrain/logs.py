@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +21,6 @@ from llmtrain.errors import without_credentials
 log = logging.getLogger("llmtrain")
 run_log = logging.getLogger("llmtrain.run")
 file_log = logging.getLogger("llmtrain.file")
-
-REPORTED_PHASE = 0.5
-"""Seconds from which a part of the start is logged."""
 
 
 def _rank() -> int:
@@ -78,16 +74,6 @@ class _File(logging.FileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
-
-
-@contextlib.contextmanager
-def start_phase(what: str) -> Iterator[None]:
-    """Context of a part of a program's start. Rank 0 logs its seconds if it took as long as a user would wonder."""
-    began = time.perf_counter()
-    yield
-    seconds = time.perf_counter() - began
-    if seconds >= REPORTED_PHASE and _rank() == 0:
-        log.info(f"start: {what}  {seconds:.1f} s")
 
 
 @contextlib.contextmanager

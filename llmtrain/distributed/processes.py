@@ -46,6 +46,12 @@ def start_time(pid: int) -> int | None:
     return 0
 
 
+def age(pid: int) -> float:
+    """Seconds since a process began; 0 where this is not known."""
+    ticks, uptime = start_time(pid), _read("/proc/uptime").split()
+    return max(float(uptime[0]) - ticks / os.sysconf("SC_CLK_TCK"), 0.0) if ticks and uptime else 0.0
+
+
 def own_memory() -> int:
     """Bytes of memory that this process alone holds; where there is no /proc (macOS), the most that it has held."""
     if fields := _read("/proc/self/statm").split():

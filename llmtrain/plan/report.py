@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,7 @@ from llmtrain.plan.memory import host_bytes
 from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
+from llmtrain.start import cost_of_start
 
 
 def print_description(
@@ -70,6 +72,7 @@ def print_description(
     console.print(_run(d, config, points))
     if d.schedule is not None:
         console.print(f"learning rate: {d.schedule}")
+    console.print(f"start: {cost_of_start(Path(config.run_dir))}", soft_wrap=True)
     if d.speed is None:
         _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
 

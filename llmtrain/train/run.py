@@ -15,14 +15,16 @@ from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import UserError
-from llmtrain.logs import run_log, start_phase
+from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
+from llmtrain.start import start_phase
 from llmtrain.train.build import build
 from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.stability import Stability
+from llmtrain.train.callbacks.start_report import StartReport
 from llmtrain.train.callbacks.step_rng import StepRNG
 from llmtrain.train.callbacks.step_times import StepTimes
 from llmtrain.train.callbacks.throughput import Throughput
@@ -65,17 +67,18 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     when the last checkpoint could not be written; Preempted when SIGTERM ended the run early, with a checkpoint.
     """
     folder, verify = Path(config.run_dir), config.checkpoint.verify
-    device = initialize()
+    with start_phase("process group"):
+        device = initialize()
     world = world_from_environment().split(config.train.parallel.context, config.train.parallel.tensor)
     torch.use_deterministic_algorithms(config.train.deterministic)
     require_shared(folder, world)
-    with start_phase("looked for checkpoints"):
+    with start_phase("search for checkpoints"):
         resumed = newest_checkpoint(folder / "checkpoints", verify=verify, warn=run_log.warning, verified=verified)
     config = continued(config, resumed) if resumed else config
 
-    with start_phase("built the model and its optimizer, and chose what is auto"):
+    with start_phase("model, optimizer and what is auto"):
         training = build(config, world, device)
-    with start_phase("opened the training data"):
+    with start_phase("training data"):
         loader = build_train_loader(
             config.data,
             global_batch_size=config.train.global_batch_size,
@@ -90,7 +93,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-    with start_phase("loaded weights"):
+    with start_phase("weights"):
         beneath = set_weights(training, resumed)
 
     def steps(length: Duration) -> int:
@@ -107,7 +110,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         ranks and TensorGradients(model.hybrid, ranks),
         rewind and rewind.ask,
     )
-    with start_phase("made Composer's trainer"), without_state(training.optimizer):
+    with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
             model=ComposerHybridLM(model, objective, validation.streams, segments),
@@ -122,6 +125,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             max_duration=f"{schedule.total}ba",
             device_train_microbatch_size=training.config.train.microbatch_size,
             callbacks=[
+                StartReport(folder, world.is_main),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
                 *layer_parts(model.hybrid, stability),

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -28,8 +29,9 @@ from llmtrain.errors import (
     without_credentials,
 )
 from llmtrain.kernels.platform import build_vendor, detect
-from llmtrain.logs import copied_to, file_log, run_log, start_phase
+from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
+from llmtrain.start import start_phase
 from llmtrain.train.environment import apply_environment
 from llmtrain.train.faults.early_sigterm import handlers_kept
 from llmtrain.train.machine import refuse_what_is_missing
@@ -65,7 +67,8 @@ def run_rank(
             run_log.info(line)
         lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
-        verified = _prepare(config, world, lock, fresh)
+        with start_phase("preparation of data, checks and downloads"):
+            verified = _prepare(config, world, lock, fresh)
         with copied_to(folder / "logs" / "rank0.txt") if world.is_main else contextlib.nullcontext():
             for line in environment:
                 file_log.info(line)  # the terminal has had them
@@ -155,7 +158,8 @@ def move_aside(lock: RunLock) -> None:
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
-    with handlers_kept(), start_phase("imported Composer, StreamingDataset and what they import"):
+    _open_gpu(world_from_environment().local_rank)
+    with handlers_kept(), start_phase("imports of Composer, StreamingDataset and what they need"):
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train
 
@@ -170,6 +174,18 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
         run_log.warning(f"WARNING: training is complete, but not its report: {type(error).__name__}: {error}")
     outcome.uploads.finish()
     return 0
+
+
+def _open_gpu(device: int) -> None:
+    """Begin CUDA's or HIP's context, which takes a second or more, beside the imports. Where it fails, so does its first use."""
+    import torch
+
+    def begin() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=torch.device("cuda", device))
+
+    if torch.cuda.is_available():
+        threading.Thread(target=begin, name="GPU", daemon=True).start()
 
 
 @contextlib.contextmanager

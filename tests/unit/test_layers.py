@@ -15,8 +15,8 @@ import llmtrain
 
 ROOT = Path(llmtrain.__file__).parents[1]
 ORDER = """
-errors logs progress versions config kernels models objectives schema distributed data checkpoint flops adapt plan generate convert
-eval train bench doctor commands cli
+errors logs progress versions config kernels models objectives schema distributed start data checkpoint flops adapt plan generate
+convert eval train bench doctor commands cli
 """
 FLOORS: tuple[str, ...] = tuple(ORDER.split())
 """From low to high: a file imports from its own floor and from lower ones."""
@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "llmtrain.errors",
     "llmtrain.logs",
     "llmtrain.progress",
+    "llmtrain.start",
     "llmtrain.versions",
     "llmtrain.config.*",
     "llmtrain.schema.*",
@@ -156,6 +157,32 @@ def test_what_only_reads_configs_imports_no_torch(library):
     light = [module for module in files() if any(fnmatch(module, pattern) for pattern in WITHOUT_TORCH)]
     assert len(light) > 40
     assert [chain for module in light if (chain := reaches(module, library))] == []
+
+
+HEAVY = {
+    "composer": "llmtrain.train.*",
+    "torchmetrics": "llmtrain.train.* llmtrain.objectives.*",
+    "streaming": "llmtrain.train.* llmtrain.data.loader.*",
+    "transformers": "llmtrain.models.hf.* llmtrain.convert.*",
+    "torchao": "llmtrain.adapt.*",
+    "lm_eval": "llmtrain.eval.lm_eval*",
+    "matplotlib": "llmtrain.data.inspect.pictures",
+    **dict.fromkeys(
+        ("wandb", "datasets", "peft", "scipy", "pandas", "tensorboard", "torchvision", "pyarrow", "boto3"), ""
+    ),
+}
+"""Libraries whose import takes half a second to fifteen, and where one of our files may import them when it is imported."""
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_heavy_libraries_are_imported_where_they_are_needed(library):
+    users = {
+        module
+        for module in files()
+        for found in imports(module)
+        if found.at_import_time and found.module.split(".")[0] == library
+    }
+    assert [module for module in users if not any(fnmatch(module, allowed) for allowed in HEAVY[library].split())] == []
 
 
 def test_only_train_has_composer():

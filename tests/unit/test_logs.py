@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llmtrain.logs import copied_to, file_log, log, run_log, start_phase
+from llmtrain.logs import copied_to, file_log, log, run_log
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -82,13 +82,3 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
-
-
-@pytest.mark.parametrize(("rank", "seconds", "reported"), [(0, 2.26, True), (0, 0.1, False), (1, 2.26, False)])
-def test_long_parts_of_a_start_are_reported_with_their_seconds_by_rank_0(capsys, monkeypatch, rank, seconds, reported):
-    monkeypatch.setenv("RANK", str(rank))
-    times = iter((5.0, 5.0 + seconds))
-    monkeypatch.setattr("llmtrain.logs.time.perf_counter", lambda: next(times))
-    with start_phase("imported"):
-        pass
-    assert capsys.readouterr().err == ("start: imported  2.3 s\n" if reported else "")

@@ -8,6 +8,7 @@ A record that is none raises a ChatFault, whose text is a phrase: what is wrong 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

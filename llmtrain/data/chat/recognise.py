@@ -1,4 +1,4 @@
-"""What of `data.prepare` is chat data: the format by the first record, and the settings by which records become samples."""
+"""Recognition of chat data in `data.prepare`: the format by the first record, and the settings by which records become samples."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _first_records(files: list[SourceFile], config: PrepareConfig) -> Iterator[s
 
 
 def chat_settings(config: PrepareConfig, tokenizer: TextTokenizer | None) -> ChatSettings | None:
-    """How records become samples, of a recognised config; None for texts. tokenizer: None while it is to be trained. Raises
-    PrepareError without a chat template."""
+    """Settings by which the records of a recognised config become samples; None for texts. tokenizer: None while it is to be
+    trained. Raises PrepareError without a chat template."""
     section = config.chat
     if section is None:
         return None

@@ -42,8 +42,8 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How records become samples. name: the format. template: None for plain prompts and completions. targets: `last` or `all`
-    answers. prompts: `none`, `all` or `length>=N`, the prompts that are trained as well, by their tokens."""
+    """Settings by which records become samples. name: the format. template: None for plain prompts and completions. targets:
+    `last` or `all` answers. prompts: `none`, `all` or `length>=N`, the prompts that are trained as well, by their tokens."""
 
     name: str
     fields: tuple[tuple[str, str], ...]

@@ -83,6 +83,7 @@ class WandbLogger(StepLogger):
     """
 
     again_seconds = 3600.0
+    background = True  # its import and its process take seconds
 
     def __init__(self, config: Config, folder: Path):
         super().__init__(config.logging.interval)
@@ -127,8 +128,7 @@ class WandbLogger(StepLogger):
             table: Any = wandb.Table
             self.run.log({"step": step, name: table(columns=columns, data=rows)})
 
-        if not self.lost:
-            self._attempt(log)
+        self.submit(lambda: None if self.lost else self._attempt(log))
 
     def end(self) -> None:
         self.run.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer.core import State
@@ -12,7 +13,7 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmtrain.logs import run_log
 
-RARE = ("icl/", "step/", "train/skipped_steps", "train/spikes", "train/rewinds")
+RARE = ("icl/", "start/", "step/", "train/skipped_steps", "train/spikes", "train/rewinds")
 """Beginnings of the metrics that only a few steps have. Such a step is written whatever the interval."""
 
 
@@ -20,11 +21,13 @@ class StepLogger(LoggerDestination):
     """Gathers what Composer logs in pieces during a step, and writes it once, under the step's number.
 
     What cannot be written (a full disk, say) is left out: a warning says so once, and a notice when it works again. Training
-    goes on. place: what is written to, for these messages. again_seconds: pause after a failure.
+    goes on. place: what is written to, for these messages. again_seconds: pause after a failure. background: a thread opens and
+    writes, from the end of the first step, which does not wait for it.
     """
 
     place: str
     again_seconds = 0.0
+    background = False
 
     def __init__(self, interval: int = 1):
         self.interval = interval
@@ -32,6 +35,7 @@ class StepLogger(LoggerDestination):
         self.opened = False
         self.lost = 0
         self.not_before = 0.0
+        self._thread: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
         """Make ready to write; called at the start, and before the first `write` after a failure."""
@@ -44,11 +48,25 @@ class StepLogger(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         self.opened = True
-        self._attempt(self.open)
+        if not self.background:
+            self._attempt(self.open)
 
     def close(self, state: State, logger: Logger) -> None:
-        if self.opened and not self.lost:
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self.opened and not self.lost and (self._thread is not None or not self.background):
             self._attempt(self.end)
+        self.opened = False
+
+    def submit(self, action: Callable[[], object]) -> None:
+        """Run an action, in the background after those before it where that is wanted."""
+        if not self.background:
+            action()
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "metrics")
+            self._thread.submit(self._attempt, self.open)
+        self._thread.submit(action)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         """Run an action; whatever it raises is a warning, the first time in a row."""
@@ -94,5 +112,6 @@ class StepLogger(LoggerDestination):
         # JSON has no NaN; a metric that is not finite is left out rather than make the line unreadable.
         finite = {name: value for name, value in self.pending.items() if math.isfinite(value)}
         if finite:
-            self._write(state.timestamp.batch.value, {"tokens": state.timestamp.token.value, **finite})
+            step, metrics = state.timestamp.batch.value, {"tokens": state.timestamp.token.value, **finite}
+            self.submit(lambda: self._write(step, metrics))
         self.pending.clear()

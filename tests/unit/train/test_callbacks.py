@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,32 @@ def test_no_logger_ends_a_run(tmp_path, capsys):
     assert "OSError: full" in capsys.readouterr().out
 
 
+def test_a_logger_in_the_background_opens_after_the_first_step_and_writes_all_in_order(monkeypatch):
+    done: list[Any] = []
+
+    class Slow(StepLogger):
+        place, background = "elsewhere", True
+
+        def open(self) -> None:
+            time.sleep(0.05)
+            done.append("opened")
+
+        def write(self, step: int, metrics: dict[str, float]) -> None:
+            done.append((step, metrics["loss"]))
+
+        def end(self) -> None:
+            done.append("ended")
+
+    logger = Slow()
+    logger.init(state(), SimpleNamespace())  # type: ignore[arg-type]
+    for step in (1, 2):
+        logger.log_metrics({"loss": float(step)})
+        logger.batch_end(state(step), SimpleNamespace())  # type: ignore[arg-type]
+        assert done == []  # no step waits
+    logger.close(state(), SimpleNamespace())  # type: ignore[arg-type]
+    assert done == ["opened", (1, 1.0), (2, 2.0), "ended"]
+
+
 def test_a_resumed_run_goes_on_in_its_wandb_run_and_another_folder_begins_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     started = []
@@ -239,6 +266,7 @@ def test_tables_go_to_wandb_under_their_step(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: (columns, data)))
     logger = WandbLogger(SimpleNamespace(logging=SimpleNamespace(interval=1)), Path())  # type: ignore[arg-type]
     logger.run = SimpleNamespace(log=logged.append)
+    logger.background = False
     logger.log_table(["task"], [["arc"]], "icl/results", 7)
     assert logged == [{"step": 7, "icl/results": (["task"], [["arc"]])}]
     logger.run = None

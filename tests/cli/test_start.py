@@ -1,0 +1,64 @@
+"""What a start imports: the heavy libraries in sys.modules of a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = (
+    *(
+        "torch",
+        "composer",
+        "streaming",
+        "torchmetrics",
+        "transformers",
+        "torchao",
+        "matplotlib",
+        "wandb",
+        "datasets",
+        "peft",
+    ),
+    *("lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision"),
+)
+PROGRAM = """
+import json, sys
+from llmtrain import cli
+def show(): print("LOADED", json.dumps([name for name in sys.argv[1].split(",") if name in sys.modules]), file=sys.stderr)
+if sys.argv[2] == "import":
+    show()
+elif sys.argv[2] == "train":
+    import llmtrain.train.callbacks.start_report as report
+    report.table = lambda parts: show() or []  # at the end of the first step
+    sys.exit(cli.main(sys.argv[2:]))
+else:
+    status = cli.main(sys.argv[2:])
+    show()
+    sys.exit(status)
+"""
+
+
+def loaded(*command: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("LOADED ")]
+    return set(json.loads(line.removeprefix("LOADED ")))
+
+
+def test_the_command_line_parses_without_any_of_them():
+    assert loaded("import") == set()
+
+
+@pytest.mark.ci
+def test_describe_has_neither_composer_nor_data():
+    assert loaded("describe", "quickstart") <= {"torch", "transformers", "torchvision", "boto3"}
+
+
+@pytest.mark.ci
+def test_the_first_step_waits_for_no_wandb(project):
+    project.write({"logging.wandb": {"project": "p"}, "logging.tensorboard": False})
+    # Composer imports torchmetrics, and with it what metrics of images, texts and plots need, where that is installed.
+    found = loaded("train", str(project.folder / "run.yaml"))
+    assert "composer" in found and found.isdisjoint({"wandb", "datasets", "lm_eval", "tensorboard", "pyarrow"})
