@@ -47,8 +47,9 @@ class ChatSection(Section):
 
     format: Literal["messages", "completion", "sharegpt", "alpaca", "pairs", "labels"] | None = None
     """messages: OpenAI's, with `role` and `content`; completion: `prompt` and `completion` or `response`; sharegpt: `conversations`
-    with `from` and `value`; alpaca: `instruction`, `input`, `output`. For `objective: preference`, pairs: `chosen` and
-    `rejected`, with `prompt` or what both begin with; labels: `prompt`, `completion` or `response`, `label`. Default: by the fields of the first record."""
+    with `from` and `value`; alpaca: `instruction`, `input`, `output`. For `objective: preference`, pairs: `chosen` and `rejected`,
+    with `prompt` or what both begin with; labels: `prompt`, `completion` or `response`, `label`. Default: by the first
+    record's fields."""
     fields: dict[str, str] = {}
     """Names of fields in the records in place of the format's: {prompt: question, completion: answer}."""
     template: PathText | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -17,15 +18,16 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from torch import Tensor
 
+from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.loader.loaders import TrainLoader, ValidationLoader
 from llmtrain.data.loader.token_samples import TokenSamples
 from llmtrain.distributed.world import World
-from llmtrain.errors import CheckpointError
 from llmtrain.logs import run_log
-from llmtrain.objectives.base import Batch, without_gradient
+from llmtrain.objectives.base import Batch, Outputs, without_gradient
 from llmtrain.objectives.preference import REFERENCE, Preference
 from llmtrain.train.batches import own_part
 from llmtrain.train.build import Training
@@ -39,13 +41,13 @@ def add_reference(
     loaders: dict[str, TrainLoader | ValidationLoader | None],
     world: World,
     begin: Callable[[], object],
-) -> bool:
+) -> None:
     """Give the loaders' samples the column REFERENCE, where the objective needs it. begin: sets the weights that the run starts
-    from; called only where a file is missing. Every rank calls this. Returns whether it was called."""
+    from; called only where a file is missing. Every rank calls this."""
     objective = training.objective
     if not isinstance(objective, Preference) or not objective.section.needs_reference:
-        return False
-    found, missing = {}, {}
+        return
+    missing = {}
     for name, loader in loaders.items():
         if loader is None:
             continue
@@ -57,18 +59,15 @@ def add_reference(
         if stored[0] is None:
             missing[name] = (loader, samples, path, key)
         else:
-            found[name] = stored[0]
             samples.beside[REFERENCE] = stored[0]
-    if not missing:
-        return False
-    begin()
+    if missing:
+        begin()
     for name, (loader, samples, path, key) in missing.items():
         values = compute_reference(training, loader, samples, world)
         samples.beside[REFERENCE] = values
         if world.is_main:
             write_reference(path, key, values)
             run_log.info(f"reference log-probabilities of {len(values):,} samples of {name} data: {path}")
-    return True
 
 
 def reference_key(training: Training, samples: TokenSamples) -> str:
@@ -80,7 +79,7 @@ def reference_key(training: Training, samples: TokenSamples) -> str:
             initial_checkpoint(config).require().save_id,
             config.init_from.model_dump(mode="json", exclude={"path"}),
         ]
-    shards = [stream.index.shards.digest.hex() for stream in samples.streams]
+    shards = [stream.index.shards.digest for stream in samples.streams]
     model, adapt = (one and one.model_dump(mode="json") for one in (config.model, config.adapt))
     parts = [start, model, adapt, config.train.dtype, config.train.precision, config.data.seq_len, shards]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True))
@@ -114,32 +113,32 @@ def compute_reference(
 ) -> NDArray[np.float32]:
     """Log-probabilities of all answers by the weights as they are, without dropout: [samples, answers], NaN where a sample has no
     such answer. Every rank calls this."""
+    from llmtrain.train.callbacks.evaluation import evaluating  # it imports all of `eval`
+
     model, own = training.model, {}
-    was_training = model.training
-    model.eval()
+    compute = _of(training)
     for ids, batch in _batches(loader, samples, training.config.train.least_microbatch, world):
         part = own_part(batch, training.segments, model.hybrid.ranks) if world.replication > 1 else dict(batch)
-        rows, documents, values = (
-            one.cpu().numpy() for one in without_gradient(model, to_device(part, model.device), _of(training))
-        )
+        with evaluating(model):
+            found = without_gradient(model, to_device(part, model.device), compute)
+        rows, documents, values = (one.cpu().numpy() for one in found)
         for number, sample in enumerate(ids):
             own[sample] = (documents[rows == number], values[rows == number])
-    model.train(was_training)
     everyone: list[dict[int, tuple[NDArray, NDArray]]] = [{}] * world.size
     dist.all_gather_object(everyone, own if world.rank % world.replication == 0 else {})
-    found = {sample: one for some in everyone for sample, one in some.items()}
-    width = max((int(documents.max()) + 1 for documents, _ in found.values() if len(documents)), default=2)
+    of_samples = {sample: one for some in everyone for sample, one in some.items()}
+    width = max((int(documents.max()) + 1 for documents, _ in of_samples.values() if len(documents)), default=2)
     result = np.full((samples.num_samples, width), np.nan, np.float32)
-    for sample, (documents, values) in found.items():
+    for sample, (documents, values) in of_samples.items():
         result[sample, documents] = values
     return result
 
 
-def _of(training: Training):
+def _of(training: Training) -> Callable[[Outputs, Batch], tuple[Tensor, Tensor, Tensor]]:
     objective = training.objective
     assert isinstance(objective, Preference)
 
-    def compute(outputs, batch):
+    def compute(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         found = objective.likelihoods(outputs, batch)
         return found.row.flatten(), found.document.flatten(), found.log_p.flatten().float()
 
@@ -148,7 +147,7 @@ def _of(training: Training):
 
 def _batches(
     loader: TrainLoader | ValidationLoader, samples: TokenSamples, size: int, world: World
-) -> Iterator[tuple[list[int], Batch]]:
+) -> Iterator[tuple[list[int], Any]]:
     """(sample ids, batch) of this rank's part of all samples, of one number on every rank: some read the last sample again."""
     step = size * world.data_size
     for begin in range(0, samples.num_samples, step):

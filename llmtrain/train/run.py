@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.config.base import Duration
+from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
 from llmtrain.distributed.world import initialize, world_from_environment
@@ -34,6 +35,7 @@ from llmtrain.train.extend import extension_notice
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run, tokenizer_files
@@ -79,11 +81,13 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     with start_phase("model, optimizer and what is auto"):
         training = build(config, world, device)
     with start_phase("training data"):
+        require_records(config.data, config.objective)
         loader = build_train_loader(
             config.data,
             global_batch_size=config.train.global_batch_size,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            trained_only=config.objective.trained_only,
         )
     validation = Validation(training, world)
     samples = loader.dataset.samples_per_stream.tolist()
@@ -94,6 +98,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
     with start_phase("weights"):
+        loaders = {"train": loader, "validation": validation.loader}
+        add_reference(training, loaders, world, lambda: set_weights(training, None))
         beneath = set_weights(training, resumed)
 
     def steps(length: Duration) -> int:

@@ -30,6 +30,7 @@ class Validation:
             max_samples=config.eval.max_samples,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            trained_only=config.objective.trained_only,
         )
         self.streams: dict[str, range] = {}
         if self.loader is not None and len(self.loader.dataset.streams) > 1:

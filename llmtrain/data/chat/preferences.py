@@ -11,7 +11,6 @@ estimates the divergence from its reference.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ class Preference:
 
 def preference(record: Any, name: str, fields: Mapping[str, str] | None = None) -> Preference:
     """The preference of a record of the format `name`, which is one of PREFERENCES. fields: as conversation's. Raises ChatFault."""
-    known, last = known_fields(record, name, fields)
+    known, _ = known_fields(record, name, fields)
     if name == "pairs":
         keys = ["chosen", "rejected"]
     else:
@@ -80,24 +79,24 @@ def _value(key: str, value: Any) -> Text:
     return messages_of(key, value)
 
 
-def _divided(prompt: Text | None, answers: list[Text]) -> tuple[Text, list[Text]]:
+def _divided(prompt: Text | None, answers: Sequence[Text]) -> tuple[Text, list[Text]]:
     """The prompt and what follows it in each answer. Raises ChatFault."""
     if isinstance(prompt, str) and isinstance(answers[0], list):
-        # As messages, unless the answers are whole conversations, which begin with it themselves.
-        prompt = None if answers[0][:1] and answers[0][0]["role"] != "assistant" else [{"role": "user", "content": prompt}]
+        # Answers that are whole conversations begin with the prompt themselves.
+        prompt = None if answers[0][0]["role"] != "assistant" else [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(answers[0], str):
         answers = [[{"role": "assistant", "content": answer}] for answer in answers]
     if prompt is not None:
-        return prompt, answers
-    if len(answers) == 1:
-        *before, last = answers[0]
-        return before, [[last]]
-    shared = os.path.commonprefix(answers)  # of lists too
-    if isinstance(shared, str) and shared.endswith(" "):
-        shared = shared[:-1]  # the space before a word is the word's
-    if not shared:
+        return prompt, [*answers]
+    if len(answers) == 1:  # a conversation
+        return answers[0][:-1], [answers[0][-1:]]
+    a, b = answers
+    size = next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+    if isinstance(a, str) and a[:size].endswith(" "):
+        size -= 1  # the space before a word is the word's
+    if not size:
         raise ChatFault("'chosen' and 'rejected' begin differently, and there is no 'prompt'; give one")
-    return shared, [answer[len(shared) :] for answer in answers]
+    return a[:size], [a[size:], b[size:]]
 
 
 def convert(settings: ChatSettings, record: Any) -> tuple[str, str | None]:
@@ -164,7 +163,9 @@ class PreferenceEncoder:
             held_out=held,
             ends=np.ones(len(records), bool),
             tokens=tokens,
-            text_bytes=np.array([sum(len(one[0].encode()) for one in record["answers"]) for record in records], np.int64),
+            text_bytes=np.array(
+                [sum(len(one[0].encode()) for one in record["answers"]) for record in records], np.int64
+            ),
             ids=np.concatenate(ids),
             held_bytes=np.zeros(int(tokens[held].sum()), np.int64),
         )
@@ -187,7 +188,8 @@ def _mismatched(of: Sample, other: Sample) -> Sample:
     """The prompt of one record and the answer of another."""
     begin, answer = _begin(of), _begin(other)
     return Sample(
-        np.concatenate((of.ids[:begin], other.ids[answer:])), np.concatenate((of.trained[:begin], other.trained[answer:]))
+        np.concatenate((of.ids[:begin], other.ids[answer:])),
+        np.concatenate((of.trained[:begin], other.trained[answer:])),
     )
 
 

@@ -31,8 +31,8 @@ class Batch(TypedDict):
 
 
 class PackedBatch(Batch):
-    """document_ids: int32 [batch, seq_len], documents that end before each token of its sequence. undesirable: bool [batch, seq_len],
-    tokens of answers that are labelled so, with trained_only. Further columns are those of TokenSamples.beside."""
+    """document_ids: int32 [batch, seq_len], documents that end before each token of its sequence. undesirable, with trained_only:
+    bool [batch, seq_len], tokens of answers that are labelled so. Further columns are those of TokenSamples.beside."""
 
     document_ids: torch.Tensor
     undesirable: NotRequired[torch.Tensor]
