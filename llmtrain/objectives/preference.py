@@ -170,7 +170,8 @@ class Preference(Objective):
         return loss, terms
 
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
-        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`."""
+        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`. In validation, means that are
+        not over pairs (the cross entropies of sft and orpo, and the divergence of kto) are of each batch by itself."""
         names = ["preference_loss"] if self.unpaired else ["preference_loss", "accuracy"]
         of = {"": None} | {f"{name}/": ids for name, ids in streams.items()}
         return {f"{before}{name}": MeanOfAnswers(name, ids) for before, ids in of.items() for name in names}
