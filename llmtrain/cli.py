@@ -1,7 +1,5 @@
 """The `llmtrain` command. Its verbs are in `llmtrain.commands`; none imports torch to parse."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pwd

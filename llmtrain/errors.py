@@ -8,8 +8,6 @@ its permissions or its name do not allow. Any other exception is a fault of the 
 with its traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Work on a terminal: numbers of bytes, and the progress bars of commands."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 

@@ -1,7 +1,5 @@
 """Linear layers in float8, by torchao: conversion, and the scales that FSDP2's float8 all-gather needs after each step."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

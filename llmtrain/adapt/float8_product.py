@@ -6,8 +6,6 @@ kernel reads it once (train.float8.casts: triton). The price is that an input is
 might be computed again. Importing this file needs torchao.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

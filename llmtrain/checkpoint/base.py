@@ -1,7 +1,5 @@
 """A checkpoint in any place, as listings, lookups and deletions use it. No torch here."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A checkpoint that holds a part of a model, and the one beneath it, which its manifest names. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

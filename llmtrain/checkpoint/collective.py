@@ -1,7 +1,5 @@
 """Work on a checkpoint by all ranks at once: one outcome, and one checkpoint to resume from, for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

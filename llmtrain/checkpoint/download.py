@@ -1,7 +1,5 @@
 """Copy of a checkpoint from a store to a disk: hashed on the way, and under its name only when it is whole. No torch here."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The newest checkpoint of a run, downloaded from its store before the ranks start. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

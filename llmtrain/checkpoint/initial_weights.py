@@ -1,7 +1,5 @@
 """The checkpoint that a run takes its first weights from (`init_from`), compared with its model. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase

@@ -3,8 +3,6 @@
 A checkpoint appears, is replaced and disappears in one rename each, so that what bears a checkpoint's name is whole.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

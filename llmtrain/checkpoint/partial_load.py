@@ -1,7 +1,5 @@
 """Load all of a checkpoint's parameters or some into a new run, with or without their optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase

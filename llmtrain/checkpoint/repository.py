@@ -1,7 +1,5 @@
 """The choice of a checkpoint: all of a run, the newest that can be used, or the one that a user names. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rule by which checkpoints of a run are retained. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

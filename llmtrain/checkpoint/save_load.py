@@ -4,8 +4,6 @@ A save goes to `step-N.partial`: files are hashed while they are written, flushe
 comes last; only then the folder takes its name. A folder of that name is whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 import warnings

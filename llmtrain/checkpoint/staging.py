@@ -1,7 +1,5 @@
 """Host memory for the state of a run: for a copy of it, so that training may go on while that is written, and pinned blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints in an object store: their listing, and a copy of one on this machine. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Summary of a checkpoint, in lines for a terminal. No torch here."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Copy of a checkpoint from a disk to a store: the files first, the manifest last, so that it appears only when it is whole."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Upload of a run's checkpoints in the background. Training never waits for it, nor stops when it fails. No torch here."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`llmtrain check`. No torch here: it answers in under a second."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
 groups and float8 patterns against the model's names. No torch here, unless there are some."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards.checks import check_streams, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
 from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
@@ -43,8 +41,10 @@ def load_runnable(
 def _data_problems(config: Config) -> Iterator[Problem]:
     problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
-    problems = problems or [*check_documents(config.data)]
-    yield from problems or record_problems(config.data, config.objective)
+    problems = problems or [*record_problems(config.data, config.objective)]
+    if config.objective.trained_only and not problems:
+        problems += check_trained(config.data)
+    yield from problems or check_documents(config.data)
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,5 @@
 """`llmtrain compare`: two models, by what their evaluations kept of every document."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

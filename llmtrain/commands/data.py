@@ -156,7 +156,9 @@ def _shown(args: argparse.Namespace) -> Iterator[str]:
             look_ups[stream.name] = stream.documents(len(tokens))
         documents = look_ups[stream.name].of(number)
         view = SampleView(tokenizer, recorded_begins(stream.manifest), colour)
-        yield from view.lines(f"sample {known_as} ({name}, row {row})", tokens, documents)
+        flags = stream.flags(shard)
+        of_row = None if flags is None else flags[row]
+        yield from view.lines(f"sample {known_as} ({name}, row {row})", tokens, documents, of_row)
 
 
 def _chosen(target: Target, args: argparse.Namespace) -> Iterator[tuple[StoredStream, int, str]]:

@@ -104,14 +104,7 @@ def _predictions(
 
     assert description.speed is not None
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
-    points = curve(
-        config,
-        parameter_sizes(config),
-        rate,
-        place,
-        memory,
-        args.world_size,
-    )
+    points = curve(config, parameter_sizes(config), rate, place, memory, args.world_size)
     if args.plot:
         draw(points, args.plot, f"{config.name} on {device.title}")
     return points

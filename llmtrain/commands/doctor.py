@@ -1,7 +1,5 @@
 """`llmtrain doctor`. Declaring it imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 
 from llmtrain.config.shipped import CONFIG_HELP

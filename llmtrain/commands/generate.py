@@ -1,7 +1,5 @@
 """`llmtrain generate`: continue a prompt, a file of prompts, or what is typed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

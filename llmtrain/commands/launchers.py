@@ -1,7 +1,5 @@
 """`llmtrain launchers`: the job files for clusters that llmtrain brings, written to a folder. No torch here."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 

@@ -1,7 +1,5 @@
 """`llmtrain migrate`. No torch here."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

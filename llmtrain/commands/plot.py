@@ -1,7 +1,5 @@
 """`llmtrain plot`: one metric of several runs in one picture and one table."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The number of processes that `train` and `eval` run on this machine."""
 
-from __future__ import annotations
-
 import os
 
 from llmtrain.errors import UserError
@@ -36,6 +34,9 @@ def chosen_processes(nproc: int | None) -> int:
     """--nproc, by default one process per GPU, or one."""
     if nproc is not None:
         return nproc
-    import torch
+    from llmtrain.start import start_phase
+
+    with start_phase("import of PyTorch"):
+        import torch
 
     return torch.cuda.device_count() or 1

@@ -1,7 +1,5 @@
 """`llmtrain schema`: the JSON schema that editors read. No torch here."""
 
-from __future__ import annotations
-
 import argparse
 
 from llmtrain.commands.arguments import output_path

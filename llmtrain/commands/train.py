@@ -43,11 +43,8 @@ def run_train(args: argparse.Namespace) -> int:
 def _run_train(args: argparse.Namespace) -> int:
     from llmtrain.commands.checks import load_runnable
     from llmtrain.distributed.run_lock import RunLock
-    from llmtrain.start import start_phase
-
-    with start_phase("import of PyTorch"):
-        from llmtrain.train.resume import check_resumption, refuse_used_remote
-        from llmtrain.train.worker import move_aside, run_rank
+    from llmtrain.train.resume import check_resumption, refuse_used_remote
+    from llmtrain.train.worker import move_aside, run_rank
 
     def load(ranks: int | None) -> Config:
         return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)

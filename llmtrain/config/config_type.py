@@ -30,6 +30,14 @@ def is_foundry(data: dict[str, Any]) -> bool:
     return len(_FOUNDRY & data.keys()) >= 3 and not data.keys() & {"train", "data", "schedule"}
 
 
+def is_foundry_evaluation(data: dict[str, Any]) -> bool:
+    """True for the shape of an evaluation YAML of LLM Foundry, of a list of its tasks, or of its gauntlet."""
+    models = data.get("models")
+    named = isinstance(models, list) and any(isinstance(one, dict) and "model_name" in one for one in models)
+    listed = bool(data.keys() & {"icl_tasks", "icl_tasks_str", "eval_gauntlet"})
+    return (named or listed) and not data.keys() & {"train_loader", "train", "optimizer"}
+
+
 def is_evaluation(data: dict[str, Any]) -> bool:
     """True for the shape of a YAML for `llmtrain eval`."""
     return any(key in data for key in _OWN["evaluation"]) and not any(key in data for key in _OWN["training"])
@@ -41,9 +49,9 @@ def check_config_type(source: YamlSource, wanted: str) -> None:
     foreign = next((data for data in (source.data, inner) if isinstance(data, dict) and is_foundry(data)), None)
     if foreign is not None:
         what = f"is a YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"
-        loader = foreign.get("train_loader")
-        if isinstance(loader, dict) and loader.get("name") == "finetuning":
-            what = "is a YAML of LLM Foundry for finetuning on prompts and responses, of which ours has no loader"
+        raise ConfigError(source.title, [Problem("", None, what)])
+    if is_foundry_evaluation(source.data):
+        what = f"is an evaluation YAML of LLM Foundry; `llmtrain migrate {source.title} > ours.yaml` translates it"
         raise ConfigError(source.title, [Problem("", None, what)])
     found = {kind: [key for key in own if key in source.data] for kind, own in _OWN.items()}
     (other,) = found.keys() - {wanted}

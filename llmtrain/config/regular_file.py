@@ -3,8 +3,6 @@
 Every command reads them by these functions: a pipe would block, a device never end.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

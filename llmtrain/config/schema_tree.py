@@ -1,7 +1,5 @@
 """The schema as a tree: types, defaults and descriptions of settings by dotted path. No torch here."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

@@ -1,7 +1,5 @@
 """`llmtrain checkpoint convert`: any readable checkpoint to the current format, or to Hugging Face's."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The tensors of a checkpoint of llmtrain."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack

@@ -5,10 +5,9 @@ checkpoint wrote (names begin with `state.model.`), or the folder of an MPT in H
 model is not in it; a HuggingFaceModel has its config.json in state.integrations.huggingface.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +56,12 @@ class FileTensors(TensorReader):
     """The tensors of a torch.save file, mapped into memory rather than read. config: config.json, if it holds one."""
 
     def __init__(self, file: Path):
+        others = re.sub(r"rank0(?=\.)", "rank1", file.name), re.sub(r"rank\d+(?=\.)", "rank0", file.name)
+        if any(name != file.name and (file.parent / name).exists() for name in others):
+            raise CheckpointError(
+                f"{file} is one rank's part of a checkpoint (other ranks' lie beside it): parts by rank are not read; "
+                "save it whole (fsdp_config.state_dict_type: full) or as a folder of .distcp files (sharded)"
+            )
         try:
             require_regular(file)
             with torch.serialization.safe_globals(_SAFE_GLOBALS):
@@ -134,7 +139,8 @@ def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[Tenso
         raise CheckpointError(
             f"{path} does not say what model it holds; name a YAML with its `model` section: --config FILE"
         )
-    weights = [_as_stored(weight, names) for weight in weights]
+    shapes = {name: source.shape(stored) or () for name, stored in names.items()}
+    weights = [_as_stored(_unfused(weight, shapes), names) for weight in weights]
     wrong = list(_mismatches(source, names, weights))
     if wrong:
         raise CheckpointError(f"{path} does not hold the model of its config:\n  " + "\n  ".join(wrong[:20]))
@@ -177,6 +183,21 @@ def _mpt_section(found: Mapping[str, Any]) -> dict[str, Any]:
     return validate_section(section)
 
 
+def _unfused(weight: Weight, shapes: Mapping[str, tuple[int, ...]]) -> Weight:
+    """The weight whose part Wqkv is Wq, Wk and Wv where those are there (LLM Foundry's `attn_config.fused_qkv: false`)."""
+
+    def parts(part: Part) -> tuple[Part, ...]:
+        name = _strip_wrappers(part.name)
+        apart = [name.replace(".Wqkv.", f".{one}.") for one in ("Wq", "Wk", "Wv")]
+        found = [shapes.get(one, (0,)) for one in apart]
+        fits = name not in shapes and sum(shape[0] for shape in found) == part.shape[0]
+        return (
+            tuple(Part(*one) for one in zip(apart, found, strict=True)) if fits and 0 not in sum(found, ()) else (part,)
+        )
+
+    return replace(weight, parts=tuple(one for part in weight.parts for one in parts(part)))
+
+
 def _as_stored(weight: Weight, names: Mapping[str, str]) -> Weight:
     """The weight, its parts under the names that are there, without wrappers."""
 
@@ -192,7 +213,10 @@ def _strip_wrappers(name: str) -> str:
     while wrapper := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), None):
         name = name.removeprefix(wrapper)
     return (
-        name.replace("._checkpoint_wrapped_module", "").replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")
+        name.replace("._checkpoint_wrapped_module", "")
+        .replace("._orig_mod", "")
+        .replace("._fsdp_wrapped_module", "")
+        .replace(".norm_attn_norm.", ".")  # a module of LLM Foundry's `fuse_norm_attn_norm: true`
     )
 
 

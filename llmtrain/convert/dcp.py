@@ -4,8 +4,6 @@ Its index, `.metadata`, is a pickle, which may hold any code. Here it is read by
 index alone; the tensors' own small pickles are read by torch's, with weights_only.
 """
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections.abc import Iterator

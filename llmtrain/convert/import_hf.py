@@ -1,7 +1,5 @@
 """Import of a folder in Hugging Face format as a checkpoint: to generate from, to train on, to export again."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass

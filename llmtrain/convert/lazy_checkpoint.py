@@ -1,7 +1,5 @@
 """Writing a checkpoint's tensors one after another, by one process, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

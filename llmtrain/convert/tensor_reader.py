@@ -1,7 +1,5 @@
 """Reading a checkpoint's tensors a few megabytes at a time, for any number of ranks that wrote it."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -5,8 +5,6 @@ partitions, each of which one process reads, tokenises, packs and writes. A part
 command goes on after a kill, and `overwrite` makes anew only what has changed.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,6 +14,7 @@ from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason, working_folder
 from llmtrain.config.regular_file import read_json
 from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest, setting
+from llmtrain.data.shards.index import NOT_MARKED
 from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
 from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.schema.config import Config
@@ -32,6 +33,9 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
     made, wrong = ([], []) if found else _recognised(prepare)
     for problem in [*found, *wrong, *_folder_problems(prepare, made)]:
         yield Problem(f"data.prepare.{problem.path}", problem.found, problem.message)
+    if config.objective.trained_only and any(one.chat is None for one in made):
+        sources = ", ".join(source for one in made if one.chat is None for source in one.sources)
+        yield Problem("data.prepare", sources, NOT_MARKED)
     if any(one.chat is not None for one in made) and not config.data.mask_documents:
         message = "conversations are packed with masks between them; set this to true"
         yield Problem("data.mask_documents", False, message)

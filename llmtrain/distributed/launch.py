@@ -1,7 +1,5 @@
 """A launcher: one process per rank on this machine; when one dies, all end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The report of `llmtrain doctor FILE`: which backend each block takes on this machine, and on which measurement."""
 
-from __future__ import annotations
-
 from llmtrain.doctor import own_tables, selftest
 from llmtrain.doctor.report import show
 from llmtrain.errors import UserError

@@ -1,7 +1,5 @@
 """The user's tuning rows and measured attention, read whole: on any machine, before a GPU reads them."""
 
-from __future__ import annotations
-
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention import measured
 from llmtrain.kernels.platform import Platform

@@ -1,7 +1,5 @@
 """The report of `llmtrain doctor`: this machine, and which backends serve and compute correctly."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

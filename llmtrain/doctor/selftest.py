@@ -1,7 +1,5 @@
 """A small forward and backward of every backend against float64, in a second or so each."""
 
-from __future__ import annotations
-
 from llmtrain.kernels.operation import (
     TOLERANCE,
     Function,

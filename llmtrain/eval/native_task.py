@@ -1,7 +1,5 @@
 """Tasks of our own YAMLs, with the prompts of LLM Foundry's or lm-evaluation-harness's convention. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,13 +19,7 @@ from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, aggregate
 from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import CONVENTIONS, WITHOUT_EXAMPLES, Convention, TaskConfig, TaskType
-from llmtrain.eval.tasks.documents import (
-    Document,
-    DocumentTemplates,
-    Instructed,
-    group_by_category,
-    without_reasoning,
-)
+from llmtrain.eval.tasks.documents import Document, DocumentTemplates, Instructed, group_by_category, without_reasoning
 from llmtrain.eval.tasks.load import check_known, find_yaml, read_section
 from llmtrain.eval.tasks.sections import ConventionSettings, LmEvalPrompting, Source
 from llmtrain.eval.tasks.sources import read_records

@@ -1,7 +1,5 @@
 """FLOP counts: the sum over modules (models/costs.py), and the two conventions that turn them into MFU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ activations. Convention for a transformer with N parameters, L layers, width d a
 Together 6 N + 12 L d T, LLM Foundry's formula; 4 N + 12 L d T with frozen weights.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

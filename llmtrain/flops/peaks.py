@@ -6,8 +6,6 @@ package's figures. A GB200 or GB300 superchip is two devices, and its rows hold 
 has no peak, and no MFU unless train.peak_tflops gives one: a wrong one is worse.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Numbers with a unit that suits their size: a small one is never printed as 0.000."""
 
-from __future__ import annotations
-
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _TIMES = (

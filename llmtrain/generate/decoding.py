@@ -1,7 +1,5 @@
 """Autoregressive decoding of token ids with a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

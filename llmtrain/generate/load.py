@@ -1,7 +1,5 @@
 """Loading a model for generation from a run, a checkpoint, or a folder in Hugging Face format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

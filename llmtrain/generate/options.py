@@ -1,7 +1,5 @@
 """Options of sampling. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.errors import UserError

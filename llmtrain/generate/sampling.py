@@ -1,7 +1,5 @@
 """Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, in that order (as in transformers)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

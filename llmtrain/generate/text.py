@@ -1,7 +1,5 @@
 """Continuation of text prompts, streamed as it is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -93,10 +93,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu, _sdpa_op("flash_attention_for_cpu")),
         Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex, ("flex_attention",)),
         Backend(
-            "varlen",
-            "llmtrain.kernels.attention.varlen",
-            attention.refuse_varlen,
-            ("torch_attn._varlen_attn.default",),
+            "varlen", "llmtrain.kernels.attention.varlen", attention.refuse_varlen, ("torch_attn._varlen_attn.default",)
         ),
         Backend(
             "triton",

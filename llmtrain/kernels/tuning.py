@@ -48,13 +48,9 @@ def nearest(platform: Platform) -> str:
 
 
 def select(
-    kernel: str,
-    dtype: str,
-    shape: Mapping[str, int],
-    platform: Platform,
-    seq_len: int | None = None,
+    kernel: str, dtype: str, shape: Mapping[str, int], platform: Platform, seq_len: int | None = None,
     variant: str | None = None,
-) -> Row:
+) -> Row:  # fmt: skip
     """The row to launch `kernel` by. Raises Untuned where none can serve, and UserError for a table that is wrong. Cached.
 
     Can serve: rows of the kernel, for numbers as wide, for sizes that are all as large or larger (tiles are cut to the

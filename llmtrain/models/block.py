@@ -1,7 +1,5 @@
 """The residual wiring of one layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """CausalLM: what is computed from a HybridLM's hidden states, each in one call of one module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar

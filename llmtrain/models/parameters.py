@@ -1,7 +1,5 @@
 """Properties of every parameter of a model: whether it is trained, decayed, kept in fp32, and a matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,11 +1,9 @@
 """Objectives: what turns a model's outputs into the loss that training minimises."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +32,9 @@ class Outputs:
 
 class Objective(ABC):
     """A loss over batches. `input_ids` and `document_ids`, where there are any, are read by the model."""
+
+    count_name: ClassVar[str | None] = None
+    """Metric that logs the count of each step; None: it is that of all tokens."""
 
     @property
     @abstractmethod

@@ -1,7 +1,5 @@
 """Prediction of each next token: the cross entropy of pretraining, and its validation in nats per token and bits per byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ fill the sample. Means are over the pairs (for kto the answers) of the whole ste
 into; of a cross entropy over the tokens of the whole step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -170,8 +168,8 @@ class Preference(Objective):
         return loss, terms
 
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
-        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`. In validation, means that are
-        not over pairs (the cross entropies of sft and orpo, and the divergence of kto) are of each batch by itself."""
+        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`. Means that are not
+        over pairs (cross entropies of sft and orpo, divergence of kto) are those of each batch of validation by itself."""
         names = ["preference_loss"] if self.unpaired else ["preference_loss", "accuracy"]
         of = {"": None} | {f"{name}/": ids for name, ids in streams.items()}
         return {f"{before}{name}": MeanOfAnswers(name, ids) for before, ids in of.items() for name in names}

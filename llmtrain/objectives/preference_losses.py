@@ -12,8 +12,6 @@ s = log p(y | x) - log p_ref(y | x), |y| the answer's tokens, d = s_w - s_l:
     orpo       -beta log sigmoid(log odds_w - log odds_l), odds of p^(1/|y|); beside the cross entropy of prompt and chosen answer
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The `objective` section of the YAML: one class per objective, distinguished by `type`. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -39,6 +37,16 @@ class NextTokenSection(ObjectiveSection):
 
     implementation: ClassVar[str] = "llmtrain.objectives.next_token:NextToken"
     type: Literal["next_token"] = "next_token"
+
+
+class CompletionSection(ObjectiveSection):
+    """Prediction of the tokens of answers alone, or of completions: those that `data.prepare.chat` marks as trained in the shards.
+    The loss is a mean over the trained tokens of a step, of all ranks and microbatches; validation is on trained tokens too."""
+
+    implementation: ClassVar[str] = "llmtrain.objectives.completion:Completion"
+    needs_documents: ClassVar[bool] = True
+    trained_only: ClassVar[bool] = True
+    type: Literal["completion"]
 
 
 LossName = Literal[
@@ -147,5 +155,7 @@ _READERS = {
 }
 """Losses that read a setting."""
 
-ObjectiveConfig = Annotated[NextTokenSection | PreferenceSection, ByType("next_token", by_name=True)]
+ObjectiveConfig = Annotated[
+    NextTokenSection | CompletionSection | PreferenceSection, ByType("next_token", by_name=True)
+]
 """The section `objective`; `objective: NAME` is one without further settings."""

@@ -112,7 +112,7 @@ class Config(Section):
             text = f"has no effect on objective: {objective.type}; use 0"
             yield Problem("train.loss.z_loss", train.loss.z_loss, text)
         if objective.needs_documents and not self.data.mask_documents:
-            text = f"a sample of objective: {objective.type_name} holds several answers, which must not see each other; use true"
+            text = f"objective: {objective.type_name} has samples of several answers, which must not see each other; use true"
             yield Problem("data.mask_documents", False, text)
 
     def _context_problems(self) -> Iterator[Problem]:

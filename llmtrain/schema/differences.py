@@ -1,7 +1,5 @@
 """Differences between the config of a checkpoint and the one to resume it with. No torch here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

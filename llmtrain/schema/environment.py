@@ -1,7 +1,5 @@
 """The `train.environment` section of the YAML. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The `init_from` section of the YAML: the weights that a run starts from. No torch here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator

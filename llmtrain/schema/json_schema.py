@@ -1,7 +1,5 @@
 """JSON schema with which editors complete and check the YAML. No torch here."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading of a run's YAML: a Config, or one report of everything that is wrong with the file. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +25,7 @@ class Check:
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int | None = None,
-    checks: Sequence[Check] = (),
+    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, checks: Sequence[Check] = ()
 ) -> Config:
     """Read and check a config. path: also the name of a shipped one (`llmtrain.config.shipped`).
 

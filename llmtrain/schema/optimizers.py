@@ -1,7 +1,5 @@
 """The `optimizer` section of the YAML: one class per optimizer, distinguished by `type`. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Learning rate and weight decay of each parameter, by `optimizer.groups`. No torch here: the names come from a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """The learning rate as a function of the step: a `schedule` section whose lengths are resolved to steps. No torch here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

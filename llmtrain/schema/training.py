@@ -1,7 +1,5 @@
 """The `train`, `schedule`, `eval`, `checkpoint` and `logging` sections of the YAML. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The `wandb` section of a training and of an eval YAML, and Weights & Biases without an API key. No torch here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank's part of a batch, and its microbatches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

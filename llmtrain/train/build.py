@@ -1,7 +1,5 @@
 """Everything that a rank trains: its part of the model, what `auto` stands for, the optimizer and CUDA graphs, from the config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

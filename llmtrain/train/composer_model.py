@@ -1,7 +1,5 @@
 """The adapters between our model, objective and loader and Composer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

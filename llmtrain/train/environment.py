@@ -1,7 +1,5 @@
 """train.environment: variables set before anything reads them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 from pathlib import Path

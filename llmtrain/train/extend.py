@@ -1,7 +1,5 @@
 """The learning rate where a run goes on to another length, and how to train longer without a jump of it. No torch here."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Refusal of what a config asks for and this machine does not have, before anything heavy starts: kernels, float8, graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from llmtrain.config.base import Problem

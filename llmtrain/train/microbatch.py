@@ -6,8 +6,6 @@ tried. All ranks take the same decisions, also where only some of them run out o
 trial is timed by them.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An optimizer over groups of parameters that share their settings, and the callback that sets its learning rates."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """RUN/resolved.json: what a run made of the settings that its config leaves open (`auto`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks and downloads before a run starts or continues. No torch here: there is no process group yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

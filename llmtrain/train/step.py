@@ -31,9 +31,11 @@ before_loss, after_loss, before_backward, after_backward."""
 @dataclass(frozen=True)
 class StepResult:
     """losses: `total`, which was differentiated, the objective's terms, and losses that layers attached, of this rank's part of the
-    batch; their means over the ranks are those over all labels. Detached, on the model's device."""
+    batch; their means over the ranks are those over all labels. Detached, on the model's device. count: Objective.count of all
+    ranks."""
 
     losses: dict[str, Tensor]
+    count: int
 
 
 class GradientSync:
@@ -109,7 +111,7 @@ class Step:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
         attached = self.model.hybrid.losses
-        return StepResult(losses if attached is None else losses | attached.terms)
+        return StepResult(losses if attached is None else losses | attached.terms, labels)
 
     def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
         """Give every microbatch the sums of Objective.step_sums."""

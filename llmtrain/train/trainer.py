@@ -1,7 +1,5 @@
 """Composer's trainer, with a host that stays ahead of the GPU between steps."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections.abc import Iterator
@@ -39,7 +37,8 @@ class StepTrainer(Trainer):
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         optimizer.zero_grad(set_to_none=True)
         batch = state.batch
-        found = self._step.forward_backward(batch, self._observe).losses
+        result = self._step.forward_backward(batch, self._observe)
+        found = result.losses
         state.batch = batch
         sums = torch.stack(list(found.values()))
         if ranks > 1:
@@ -59,6 +58,8 @@ class StepTrainer(Trainer):
         self.first_train_batch_complete = True
         self.logger.log_metrics({"trainer/device_train_microbatch_size": self._step.size})
         self.logger.log_metrics(state.total_loss_dict)
+        if name := self._step.objective.count_name:
+            self.logger.log_metrics({name: result.count})
 
     def _observe(self, moment: str, batch: Batch, output: LossOutput | None) -> None:
         """Composer's event of this name, with the microbatch and its losses in the state."""

@@ -1,7 +1,5 @@
 """Measurements of a run beside its training loss: validation, as a whole and by stream, and tasks of eval.icl."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -62,6 +62,8 @@ def run_rank(
     def run() -> int:
         nonlocal folder, lock
         config = load(world.size)
+        with start_phase("import of PyTorch"):
+            import torch  # noqa: F401
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
         for line in environment:
             run_log.info(line)

@@ -49,6 +49,7 @@ _HF = ("hf/*",)
 READERS = {
     "train": Reader(["train", "run.yaml"], (*_SHARDS, _CHECKPOINT, "run/*"), ("run.yaml",)),
     "train from weights": Reader(["train", "from.yaml"], (*_SHARDS, _CHECKPOINT), ("from.yaml",)),
+    "train from store": Reader(["train", "stored.yaml"], ("store/**", "data/tokenizer/*"), ("stored.yaml",)),
     "check": Reader(["check", "run.yaml"], (), ("run.yaml", *_SHARDS)),
     "describe": Reader(["describe", "run.yaml", "--gpu", "h200"], (), ("run.yaml", "tables/**", *_SHARDS)),
     "doctor": Reader(["doctor", "run.yaml", "--no-test"], (), ("run.yaml", "tables/**")),
@@ -72,6 +73,7 @@ READERS = {
     "ls": Reader(["checkpoint", "ls", "run"], ("run/checkpoints/*/manifest.json",), (), ("  partial (",)),
     "show": Reader(["checkpoint", "show", "run"], ("run/checkpoints/*/manifest.json", "run/checkpoints/*/*.json*")),
     "verify": Reader(["checkpoint", "verify", "run"], ("run/checkpoints/**",)),
+    "rm": Reader(["checkpoint", "rm", "run", "--keep-last", "1"], (), ("run/checkpoints/*/manifest.json",)),
     "data show": Reader(["data", "show", "data"], (), (*_SHARDS, "data/tokenizer/*")),
     "data stats": Reader(["data", "stats", "data"], (), (*_SHARDS, "data/tokenizer/*")),
     "data seen": Reader(["data", "seen", "run", "--steps", "1:2"], (), ("data/train/index.json", "run/*", _CHECKPOINT)),
@@ -126,14 +128,20 @@ def make(folder: Path, shards: Path) -> Path:
     _composer(settings["model"])
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in WORDS[:3]))
     Path("foundry.yaml").write_text(FULL)
+    stored = {"checkpoint.remote": str(folder / "store"), "train.duration": "4 steps"}
+    Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
     for argv in (
         ["train", "run.yaml"],
+        ["train", "stored.yaml"],
         EVAL[:2] + ["out=before"],
         EVAL[:2] + ["out=other"],
         [*READERS["prepare again"].argv],
     ):
         status, text = command(folder, argv)
         assert status == 0, text
+    shutil.rmtree("stored")
+    stored |= {"checkpoint.remote": "store", "train.duration": "6 steps"}
+    Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
     Path("run.yaml").write_text(
         json.dumps(tiny_settings(Path("data"), Path("run"), changes | {"train.duration": "6 steps"}))
     )
@@ -194,11 +202,19 @@ def _composer(model: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id="sharded", no_dist=True)
 
 
-def command(folder: Path, argv: list[str], limit: float = 120) -> tuple[int | None, str]:
-    """(exit status, or None where it ran into the limit of time; what was printed) of a command in a process of its own."""
+def command(
+    folder: Path, argv: list[str], limit: float = 120, stop: tuple[float, int] | None = None
+) -> tuple[int | None, str]:
+    """(exit status, or None where it ran into the limit of time; what was printed) of a command in a process of its own.
+
+    stop: (seconds, signal) to send it that signal after so long."""
     printed = folder.parent / f"{folder.name}.printed"
     process = warm().Process(target=_run, args=(folder, argv, printed), daemon=False)
     process.start()
+    if stop is not None:
+        process.join(stop[0])
+        if process.is_alive():
+            os.kill(process.pid or 0, stop[1])
     process.join(limit)
     late = process.is_alive()
     if late:

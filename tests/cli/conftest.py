@@ -1,7 +1,5 @@
 """Projects to run commands in."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.project import Project

@@ -1,7 +1,5 @@
 """What `llmtrain check` accepts, trains: a step of a hundred accepted mutants of a tiny run. LLMTRAIN_FUZZ_SEED as elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -26,21 +24,9 @@ CHOICES = """
     skip layernorm rmsnorm gelu swiglu geglu learned rotary alibi attention mamba2 shared_attention reference sdpa head on off x
 """.split()  # noqa: SIM905
 TEXTS = [
-    "1 steps",
-    "3 steps",
-    "300 tokens",
-    "2 epochs",
-    "5 %",
-    "1e-9 %",
-    "x",
-    "a/b",
-    "",
-    "ü",
-    "m",
-    "m a",
-    "(m a)*3",
+    "1 steps", "3 steps", "300 tokens", "2 epochs", "5 %", "1e-9 %", "x", "a/b", "", "ü", "m", "m a", "(m a)*3",
     "s+a m",
-]
+]  # fmt: skip
 MOST_BYTES = 12 << 30
 
 

@@ -1,7 +1,5 @@
 """Arguments that every command refuses alike."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Runs that an earlier llmtrain saved mean the same today: they continue, generate, score and export as they did then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tarfile

@@ -178,10 +178,7 @@ SIZE = "a size is a whole number above 0, at most 4194304"
             "tune --operation gated_norm --shape group_size=8193",
             "--operation gated_norm --shape group_size=8193: our Triton norm takes groups of up to 8192 channels, not 8193",
         ),
-        (
-            "tune --operation norm --shape centred=2",
-            "--operation norm --shape centred=2: centred is 1, or left out",
-        ),
+        ("tune --operation norm --shape centred=2", "--operation norm --shape centred=2: centred is 1, or left out"),
         ("tune --operation norm --shape centred=1", NO_GPU),
         ("tune --operation gated_norm --shape group_size=4194304 groups=4194304 tokens=4194304", None),
         ("tune --shape heads=4194304 tokens=4194304 head_dim=256", NO_GPU),

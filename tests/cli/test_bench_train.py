@@ -1,7 +1,5 @@
 """`llmtrain bench train` with runs of its own."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

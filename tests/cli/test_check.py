@@ -1,7 +1,5 @@
 """`llmtrain check`: a good config gets one line, a bad one a clear message per mistake and exit code 2."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 LLMTRAIN_FUZZ_SEED chooses other mutants. All 10,000 take minutes: `pytest -m slow tests/cli/test_check_mutants.py`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """`llmtrain checkpoint ls | show | verify | rm`, on folders and on a store."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

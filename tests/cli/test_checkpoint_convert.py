@@ -1,10 +1,9 @@
 """`llmtrain checkpoint convert`: from format 1, from ours, and from what Composer itself writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -243,30 +242,40 @@ def test_composers_folder_of_our_model(ranks, model_yaml, tmp_path, capsys):
     assert same(read(tmp_path / "out"), {f"model.{name}": value.reshape(-1) for name, value in expected.items()})
 
 
-def save_mpt_with_composer(out: Path) -> dict[str, torch.Tensor]:
-    """A job: an MPT as LLM Foundry names its tensors, in Composer's HuggingFaceModel."""
+def save_hf_model_with_composer(out: Path, kind: str) -> dict[str, torch.Tensor]:
+    """A job: an MPT as LLM Foundry names its tensors, or a model of its `hf_causal_lm`, in Composer's HuggingFaceModel."""
     from composer import Trainer
     from composer.models import HuggingFaceModel
-    from transformers import MptForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(4)
-    mpt = MptForCausalLM(CONFIGS["mpt"]())
-    model = HuggingFaceModel(mpt, use_logits=True, metrics=[], eval_metrics=[])
-    trainer = Trainer(model=model, optimizers=torch.optim.AdamW(mpt.parameters()), progress_bar=False)
+    inner = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    model = HuggingFaceModel(inner, use_logits=True, metrics=[], eval_metrics=[])
+    trainer = Trainer(model=model, optimizers=torch.optim.AdamW(inner.parameters()), progress_bar=False)
     trainer.save_checkpoint(str(out / "ep0-ba0-rank{rank}.pt"))
     trainer.close()
-    return {name: parameter.detach().clone() for name, parameter in mpt.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
 
 
-def test_composers_file_of_an_mpt_states_itself_what_it_is(ranks, tmp_path, capsys):
-    [expected] = ranks(1).run(save_mpt_with_composer, tmp_path)
+@pytest.mark.parametrize("kind", ["mpt", "llama"])
+def test_composers_file_of_a_hugging_face_model_states_itself_what_it_is(ranks, tmp_path, capsys, kind):
+    [expected] = ranks(1).run(save_hf_model_with_composer, tmp_path, kind)
     checkpoints.tokenizer().save(tmp_path / "tokenizer")
     options = ["--to", "hf", "--tokenizer", tmp_path / "tokenizer"]
     convert(capsys, "checkpoint", "convert", tmp_path / "ep0-ba0-rank0.pt", tmp_path / "hf", *options)
     published = open_hf_checkpoint(tmp_path / "hf")
-    assert published.config["model_type"] == "mpt"
+    assert published.config["model_type"] == kind
     assert {name: published[name].tolist() for name in published} == {n: v.tolist() for n, v in expected.items()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ep0-ba0-rank0.pt", "hf", "tokenizer"]
+
+
+def test_a_file_of_one_rank_among_several_is_refused(tmp_path, capsys):
+    for rank in range(3):
+        torch.save({"state": {"model": {"_flat_param": torch.ones(4)}}}, tmp_path / f"ep0-ba1-rank{rank}.pt")
+    for rank in range(3):
+        file = tmp_path / f"ep0-ba1-rank{rank}.pt"
+        said = refused(capsys, "checkpoint", "convert", file, tmp_path / "out", "--to", "llmtrain")
+        assert f"{file} is one rank's part of a checkpoint" in said and "state_dict_type: full" in said
 
 
 FOUNDRY = {  # as of 0.22: a section of LLM Foundry's YAML, and the tensors of a layer beyond the six of every MPT
@@ -285,6 +294,34 @@ FOUNDRY = {  # as of 0.22: a section of LLM Foundry's YAML, and the tensors of a
         {"ffn.gate_proj": (48, 32), "ffn.up_proj": (48, 32), "ffn.down_proj": (32, 48)},
     ),
 }
+
+
+APART = (
+    {"fuse_norm_attn_norm": True, "attn_config": {"fused_qkv": False}},
+    {"ffn.up_proj": (128, 32), "ffn.down_proj": (32, 128)},
+)
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as LLM Foundry names them with `fused_qkv: false` and `fuse_norm_attn_norm: true`."""
+    found = {}
+    for name, value in tensors.items():
+        inner = re.sub(r"(blocks\.\d+)\.(norm_1|attn|norm_2)\.", r"\1.norm_attn_norm.\2.", name)
+        pieces = value.chunk(3) if "Wqkv" in name else [value]
+        names = [inner.replace("Wqkv", one) for one in ("Wq", "Wk", "Wv")] if "Wqkv" in name else [inner]
+        found |= dict(zip(names, pieces, strict=True))
+    return found
+
+
+def test_projections_apart_and_norms_in_one_module_are_read(tmp_path, capsys):
+    section, tensors = foundry_checkpoint(*APART)
+    config = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], **section}
+    for name, stored in (("together", tensors), ("apart", apart(tensors))):
+        state = {"model": {f"model.{key}": value.clone() for key, value in stored.items()}}
+        state["integrations"] = {"huggingface": {"model": {"config": {"content": config}}}}
+        torch.save({"state": state, "rng": []}, tmp_path / f"{name}.pt")
+        convert(capsys, "checkpoint", "convert", tmp_path / f"{name}.pt", tmp_path / name, "--to", "llmtrain")
+    assert same(read(tmp_path / "together"), read(tmp_path / "apart"))
 
 
 def foundry_checkpoint(

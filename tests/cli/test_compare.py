@@ -1,7 +1,5 @@
 """`llmtrain compare`: what it prints and writes, and what it refuses. The numbers are held by tests/unit/eval/compare."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

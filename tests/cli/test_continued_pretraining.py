@@ -1,7 +1,5 @@
 """docs/continued-pretraining.md as a reader follows it, with small random models as transformers publishes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The examples of docs/extending, applied as they are printed to a copy of the tree, and its commands run there."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`llmtrain export` and `llmtrain import`: there and back without losing a bit, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,11 +13,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests

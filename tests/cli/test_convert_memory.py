@@ -1,7 +1,5 @@
 """Export and import hold a few pieces of the model, never the model."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refusals of `llmtrain export` and `llmtrain import`: their message, and that nothing is left under the name."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

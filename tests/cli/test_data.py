@@ -1,7 +1,5 @@
 """llmtrain data show, stats, seen and verify, on a prepared folder, a YAML and a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,6 +17,7 @@ from llmtrain.data.prepare import prepare
 from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.schema.config import Config
 from llmtrain.schema.data import PrepareConfig
+from tests.support.chats import conversations, prepare_chats
 from tests.support.project import LLMTRAIN
 from tests.support.stores import flip, make_checkpoint
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, tiny_settings
@@ -96,6 +95,24 @@ def test_samples_are_shown_with_the_borders_of_their_documents(command, made):
     source = made.parent / "texts" / first[1].split("texts/")[1].split(",")[0]
     assert first[2] in source.read_text()
     assert command("show", made, "--split", "validation")[1].count("━━ sample") == 3
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_trained_tokens_of_conversations_are_shown_apart(command, tmp_path, monkeypatch, recorded):
+    out = prepare_chats(tmp_path, "padded", count=30)
+    if not recorded:
+        shutil.rmtree(out / "partitions")
+        (out / "manifest.json").unlink()
+    [turns, *_] = conversations(30)
+    status, text, _ = command("show", out / "train", "--ids", "0")
+    sample = text.split("━━")[1]
+    answers = "".join(f"<|im_start|>{turn['role']}\n" + ("⟦{}<|im_end|>⟧\n" if turn["role"] == "assistant" else
+        "{}<|im_end|>\n").format(turn["content"]) for turn in turns)  # fmt: skip
+    assert status == 0 and answers in sample and "1 document, " in sample and " of padding, " in sample
+    assert " trained" in sample.splitlines()[0] and "── padding: tokens" in sample
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    coloured = command("show", out / "train", "--ids", "0")[1]
+    assert f"\x1b[32m{turns[-1]['content']}<|im_end|>\x1b[0m" in coloured and "⟦" not in coloured
 
 
 def test_what_steers_a_terminal_is_shown_as_numbers(command, tmp_path):

@@ -1,7 +1,5 @@
 """`llmtrain decontaminate`: its table and refusals."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -265,10 +265,7 @@ def test_layers_that_are_left_out_of_some_alike_are_named_by_their_place(capsys)
     left_out = facts(capsys, "pretrain/llama3-8b", setting)["float8"]["left_out"]
     assert left_out == [
         ["blocks.1.mixer.wqkv, 4096 -> 6144", "train.float8.exclude"],
-        [
-            "blocks.1.mixer.wo, blocks.3.mixer.wo, blocks.4.mixer.wo and 1 more, 4096 -> 4096",
-            "train.float8.exclude",
-        ],
+        ["blocks.1.mixer.wo, blocks.3.mixer.wo, blocks.4.mixer.wo and 1 more, 4096 -> 4096", "train.float8.exclude"],
         ["blocks.1.mlp.w_in, 4096 -> 28672", "train.float8.exclude"],
         ["blocks.1.mlp.w_out, 14336 -> 4096", "train.float8.exclude"],
         ["head, 4096 -> 128256", "the head"],

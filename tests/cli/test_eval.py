@@ -1,7 +1,5 @@
 """`llmtrain eval`: results, continued runs and refusals."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`llmtrain eval` with files of lm-evaluation-harness: groups in results, refusals, and gauntlets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

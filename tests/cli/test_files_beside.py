@@ -1,7 +1,5 @@
 """Files and folders of the user beside an output: no command uses, removes or changes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

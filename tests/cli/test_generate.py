@@ -1,7 +1,5 @@
 """`llmtrain generate`: completions of a prompt, a file or a pipe, or a plain word on why there are none."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """`init_from`: a run that starts from weights, and what it says to weights that do not fit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`init_from` with a part of a checkpoint: what is taken, what starts fresh, and what is said of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

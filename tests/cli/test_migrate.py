@@ -1,7 +1,5 @@
 """`llmtrain migrate`, and what the other commands say about a YAML of LLM Foundry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +86,3 @@ def test_a_file_with_faults_names_their_lines(run):
     Path("foundry.yaml").write_text(FULL.replace("d_model: 96", "d_model: wide"))
     status, out, errors = run("migrate", "foundry.yaml")
     assert (status, out) == (2, "") and "model.d_model  line 10  'wide': expected an integer" in errors
-
-
-def test_check_refuses_a_finetuning_yaml_without_naming_migrate(tmp_path, capsys):
-    file = tmp_path / "finetuning.yaml"
-    file.write_text(yaml.safe_dump(changed({"train_loader.name": "finetuning"})))
-    assert main(["check", str(file)]) == 2
-    text = capsys.readouterr().err
-    assert "for finetuning on prompts and responses" in text and "llmtrain migrate" not in text

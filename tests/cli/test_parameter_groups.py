@@ -1,7 +1,5 @@
 """`optimizer.groups` in `check` and `describe`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

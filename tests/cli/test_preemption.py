@@ -1,7 +1,5 @@
 """SIGTERM, as a job manager sends it: the run saves, ends with its own status, and goes on as if nothing had been."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -23,8 +21,7 @@ def steps(project: Project) -> int:
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "torchrun"))],
+    "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "torchrun"))]
 )
 def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
     project.write(ENDLESS)

@@ -1,7 +1,5 @@
 """A run whose checkpoints go to a store that fails now and then, and that comes back from there."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

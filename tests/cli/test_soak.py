@@ -1,7 +1,5 @@
 """A few of the kills of scripts/soak.py, and what it finds wrong."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer that a run was trained with: its checkpoints hold it, whatever becomes of the data folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

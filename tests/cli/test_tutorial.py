@@ -1,7 +1,5 @@
 """docs/tutorial.md as a reader follows it: its files, its commands in order, and what they print."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """llmtrain as a user gets it: wheels built from the files that the Dockerfile copies, in an environment of their own."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

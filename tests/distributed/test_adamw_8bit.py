@@ -1,7 +1,5 @@
 """8-bit AdamW over several ranks: codes, scales and steps are those of one rank, and checkpoints move between rank counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Collectives of tensor-parallel ranks and the products beside them, as the compiler's pass makes one operator of both
 (train.parallel.async_tensor). On CPUs the operators are PyTorch's own plain definitions of them, over gloo."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -80,11 +78,7 @@ def test_every_exchange_of_attention_and_mlp_is_part_of_a_product(ranks, shards,
 @pytest.mark.parametrize("kind", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_the_hybrid_computes_what_one_rank_does(ranks, shards, tmp_path, kind):
     """Mamba-2 with one norm group, whose sums stay collectives of their own, and shared blocks with adapters."""
-    changes = {
-        "train.parallel": {"tensor": 2},
-        "train.compile": "on",
-        "train.activation_checkpointing": {"type": kind},
-    }
+    changes = {"train.parallel": {"tensor": 2}, "train.compile": "on", "train.activation_checkpointing": {"type": kind}}
     config = tiny_config(shards, tmp_path / "run", ONE_STEP | changes)
     step, graphs = ranks(2).run(one_fused_step, config)[0]
     assert sum(graph[GATHER] for graph in graphs) >= 6 and sum(graph[SCATTER] for graph in graphs) >= 4, graphs

@@ -1,7 +1,5 @@
 """Ranks that share sequences (train.parallel.context) compute what one rank does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss curves on a CPU in fp32 do not depend on how a run is split: over ranks, over microbatches, over sessions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Runs with data.mask_documents: their steps, their curves, and how they resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

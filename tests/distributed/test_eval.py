@@ -1,7 +1,5 @@
 """Evaluation by several ranks: results of one rank, every document once, no deadlock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation during training: the results of its checkpoint, and unchanged losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Damage of every kind, met by all ranks alike: named, never loaded, and never in the way of an older good checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -255,8 +253,7 @@ def load_another_model(config: Config, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"model.layers": "m (s+m)*3"}, "Missing key"), ({"model.d_model": 64}, "Size mismatch")],
+    ("change", "message"), [({"model.layers": "m (s+m)*3"}, "Missing key"), ({"model.d_model": 64}, "Size mismatch")]
 )
 def test_tensors_that_do_not_fit_are_reported_on_every_rank(ranks, shards, root, tmp_path, change, message):
     with pytest.raises(RankFailed) as error:

@@ -1,7 +1,5 @@
 """float8 linear layers, emulated: the same over any number of ranks, and in checkpoints as if they were none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

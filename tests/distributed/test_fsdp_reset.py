@@ -1,7 +1,5 @@
 """FSDP2 after a pass that ran out of memory: as if it had not been."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

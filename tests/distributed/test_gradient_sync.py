@@ -1,7 +1,5 @@
 """Microbatches under FSDP2: what stays gathered between them, and that gradients are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

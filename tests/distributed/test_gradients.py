@@ -1,7 +1,5 @@
 """The gradient of a step is that of one big batch on a plain model, whatever parallelism and memory saving are used."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

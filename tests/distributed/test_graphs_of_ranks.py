@@ -1,8 +1,6 @@
 """Runs whose microbatches are launched as by CUDA graphs, by ranks of a CPU: weights are exchanged before them and gradients after
 them, around validation, checkpoints and the optimizer. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Weights that outlive FSDP2's own gathered ones: the passes that read them, and FSDP2 afterwards, are as ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

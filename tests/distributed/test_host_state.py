@@ -1,7 +1,5 @@
 """optimizer.offload: the same training, bit by bit, and the same checkpoints, whatever the optimizer and the number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

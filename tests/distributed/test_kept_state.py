@@ -1,8 +1,6 @@
 """What checkpoints hold beside weights and AdamW's moments, and how runs with it resume: parameter groups, Muon's momentum, the
 window of train.spike, the moving average of train.ema."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kill -9 at any moment of a save: the next start continues from the last complete checkpoint."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import time

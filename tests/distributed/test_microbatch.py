@@ -1,7 +1,5 @@
 """train.microbatch_size: auto on ranks that run out of (made-up) memory."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

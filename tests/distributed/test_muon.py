@@ -1,7 +1,5 @@
 """Muon over several ranks: the matrices are gathered, computed by one rank each, and returned."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """SIGTERM or Ctrl-C on one rank: its effect on all, the second signal, the time limit."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """`train.profile`: a trace and a table of some steps, by every rank together, that change nothing of the training."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import nullcontext

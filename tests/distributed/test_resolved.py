@@ -1,7 +1,5 @@
 """RUN/resolved.json: all that a run decided."""
 
-from __future__ import annotations
-
 from llmtrain.train.resolved import read_resolved
 from tests.support.runs import train
 from tests.support.tiny import tiny_config

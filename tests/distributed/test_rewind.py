@@ -1,7 +1,5 @@
 """train.spike.action: rewind. A spike brings back the last checkpoint, and the data that led to it is passed over."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

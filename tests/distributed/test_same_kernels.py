@@ -1,7 +1,5 @@
 """Nodes whose measurements choose different kernels are refused before training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

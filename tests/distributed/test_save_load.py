@@ -1,7 +1,5 @@
 """Saving and loading by several ranks: all or nothing, and never at the cost of an earlier checkpoint."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from unittest.mock import patch

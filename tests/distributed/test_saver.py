@@ -1,7 +1,5 @@
 """Saving in the background: what is saved is the state at that moment, and what fails is told and costs nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """`llmtrain data seen` names what a run was given, resumed at random steps on 1, 2 and 4 ranks while its mixture changes twice."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clipping and AdamW on local shards: the results of PyTorch's operators on DTensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

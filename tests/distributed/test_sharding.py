@@ -1,7 +1,5 @@
 """Settings of sharding that a run chooses or is given: the same training, but for how sums are rounded."""
 
-from __future__ import annotations
-
 import functools
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Nodes whose disks are their own are refused before anything is built; a checkpoint could never be whole there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite, or a spike: all ranks end the run or drop the step, which is named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

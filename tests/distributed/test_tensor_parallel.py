@@ -1,7 +1,5 @@
 """Ranks that share every layer's work (train.parallel.tensor), and sequences too, compute what one rank does."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the host does between two steps: nothing there waits for the GPU. That losses are right: the tests of whole runs."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The wait for uploads at the end of a run."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation on several streams: a loss of each, and the pooled one, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A microbatch by its CUDA graphs has the loss and the gradients of the microbatch as it is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

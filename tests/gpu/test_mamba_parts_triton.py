@@ -44,11 +44,7 @@ RESIDUALS: dict[str, tuple[tuple[int, ...], int, str, bool, bool]] = {
     "odd": ((3, 7), 1001, "layernorm", True, True),
     "one token": ((1, 1), 512, "rmsnorm", True, False),
 }
-ROTATIONS = {
-    "llama": (2, 2048, 32, 8, 64),
-    "odd": (1, 333, 11, 9, 80),
-    "one token": (3, 1, 2, 2, 128),
-}
+ROTATIONS = {"llama": (2, 2048, 32, 8, 64), "odd": (1, 333, 11, 9, 80), "one token": (3, 1, 2, 2, 128)}
 
 
 def kernels(operation: registry.Operation, spec: registry.Spec) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -149,10 +145,7 @@ def one_of_each() -> list[tuple[Callable[..., Tensor], list]]:
     return [
         (kernels("conv1d", Conv1dSpec(5376, 4))[0], support.conv_inputs(2, 2048, 5376, 4, True, BF16, "cuda")),
         (kernels("gated_norm", GatedNormSpec(5120, 1, 1e-5))[0], support.norm_inputs((4, 512), 5120, BF16, "cuda")),
-        (
-            kernels("norm", NormSpec(2560))[0],
-            support.residual_inputs((4, 512), 2560, True, False, BF16, "cuda"),
-        ),
+        (kernels("norm", NormSpec(2560))[0], support.residual_inputs((4, 512), 2560, True, False, BF16, "cuda")),
         (rotated(64, 333)[0], support.rotary_inputs(2, 333, 8, 2, 64, BF16, "cuda")),
     ]
 

@@ -24,12 +24,7 @@ both_tiles = pytest.mark.parametrize("halves", [False, True], ids=["whole chunks
 
 
 def small(
-    spec: SSDSpec,
-    forward: int = 32,
-    halves: bool = False,
-    num_sms: int = 1,
-    tile: int = 16,
-    state_first: bool = False,
+    spec: SSDSpec, forward: int = 32, halves: bool = False, num_sms: int = 1, tile: int = 16, state_first: bool = False
 ) -> Launch:
     """Several chunks and tiles of the state in a small problem. One multiprocessor: the sequential scan, and one program takes
     all heads of a chunk; many: state passing and chunk scan, and heads are spread over programs. halves: the backward's chunks

@@ -209,9 +209,7 @@ def compare_metrics(metrics: Metrics, theirs: dict[str, Any]) -> None:
 
 
 def compare_documents(
-    per_document: Sequence[DocumentMetrics],
-    groups: Sequence[Sequence[dict[str, Any]]],
-    undecided: Collection[int] = (),
+    per_document: Sequence[DocumentMetrics], groups: Sequence[Sequence[dict[str, Any]]], undecided: Collection[int] = ()
 ) -> None:
     """Hits and texts, document by document. groups: the harness's samples, of each category, with one for each filter.
     undecided: documents to leave out."""

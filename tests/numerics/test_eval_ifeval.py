@@ -25,43 +25,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 WORDS = (
-    "apple",
-    "Apples",
-    "HOTEL",
-    "rock",
-    "Rock-and-roll",
-    "it's",
-    "I",
-    "naïve",
-    "Straße",
-    "ΣΑΣ",
-    "中文",
-    "привет",
-    "a1",
+    "apple", "Apples", "HOTEL", "rock", "Rock-and-roll", "it's", "I", "naïve", "Straße", "ΣΑΣ", "中文", "привет", "a1",
     "u.s.",
-)
+)  # fmt: skip
 MARKS = (
-    ".",
-    "!",
-    "?",
-    ",",
-    ";",
-    " ",
-    " ",
-    " ",
-    "\n",
-    "\n\n",
-    "***",
-    " *** ",
-    "******",
-    "*",
-    "**",
-    '"',
-    "'",
-    "-",
-    "\n- ",
+    ".", "!", "?", ",", ";", " ", " ", " ", "\n", "\n\n", "***", " *** ", "******", "*", "**", '"', "'", "-", "\n- ",
     "\n* ",
-)
+)  # fmt: skip
 PIECES = (
     *(
         "[name]",

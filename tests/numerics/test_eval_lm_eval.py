@@ -73,11 +73,7 @@ LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "triviaqa": (
         "triviaqa_sm_sub",
-        {
-            "yaml": "triviaqa/default.yaml",
-            "doc_to_text": "{{context[:-8]}}?\nAnswer:",
-            "doc_to_target": "{{aliases}}",
-        },
+        {"yaml": "triviaqa/default.yaml", "doc_to_text": "{{context[:-8]}}?\nAnswer:", "doc_to_target": "{{aliases}}"},
     ),
     "gsm8k": (
         "gsm8k",

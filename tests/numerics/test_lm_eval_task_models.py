@@ -11,12 +11,7 @@ import torch
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest, Response
 from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from tests.numerics.test_eval_against_lm_eval import evaluate, recorded
-from tests.numerics.test_lm_eval_tasks import (
-    NO_EXAMPLES,
-    compare_metrics,
-    our_task,
-    write_records,
-)
+from tests.numerics.test_lm_eval_tasks import NO_EXAMPLES, compare_metrics, our_task, write_records
 from tests.support.icl import byte_level
 from tests.support.lm_eval_files import FILES
 from tests.support.random_models import llama, save_random

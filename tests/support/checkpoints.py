@@ -76,8 +76,7 @@ def write_tensors(
     content = {"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
     content[CHECKSUMS] = checksums(folder / "tokenizer")
     manifests.write(
-        folder,
-        Manifest(save_id=SAVE_ID, step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files),
+        folder, Manifest(save_id=SAVE_ID, step=1, tokens=8, config=content, clock={}, data={}, versions={}, files=files)
     )
     return folder
 

@@ -58,10 +58,7 @@ def mpt(rng: random.Random, i: int) -> dict[str, Any]:
         "layer_norm_epsilon": rng.choice([1e-5, 1e-3]),
         "tie_word_embeddings": rng.random() < 0.6,
         "initializer_range": rng.choice([0.02, 0.05]),
-        "attn_config": {
-            "clip_qkv": rng.choice([None, None, 0.5, 1.0]),
-            "softmax_scale": rng.choice([None, 0.11, 0.7]),
-        },
+        "attn_config": {"clip_qkv": rng.choice([None, None, 0.5, 1.0]), "softmax_scale": rng.choice([None, 0.11, 0.7])},
     }
 
 

@@ -46,10 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mamba2 with groups": {"blocks": {"m": MAMBA | {"n_groups": 2, "conv_bias": False}}, "layers": "m*3"},
     "zamba2 as the 1.2B": {
-        "blocks": {
-            "m": MAMBA | {"dt_limit": [0.3, None]},
-            "s": SHARED | {"attn_adapter_rank": 4, "position": ROTARY},
-        },
+        "blocks": {"m": MAMBA | {"dt_limit": [0.3, None]}, "s": SHARED | {"attn_adapter_rank": 4, "position": ROTARY}},
         "layers": "m s+m m s+m",
     },
     "norms after and on both sides, branches side by side, multipliers": {

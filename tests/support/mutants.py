@@ -221,7 +221,7 @@ _TREE: list[Callable[[random.Random, Any, Sequence[str]], None]] = [
         _graft,
         _nest,
         _refer,
-    ),
+    )
 ]
 
 

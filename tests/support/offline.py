@@ -51,15 +51,8 @@ WITHOUT_PRODUCTS = (
     "_prefix_tree_cumsum",
 )
 MEMORY_BOUND = (
-    "conv1d",
-    "gated_norm",
-    "norm",
-    "rotary",
-    "attention_step",
-    "ssd_step",
-    "conv1d_step",
-    "conv1d_prefix_tree",
-)
+    "conv1d", "gated_norm", "norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_prefix_tree",
+)  # fmt: skip
 """Have no matrix instructions; rows that were not measured are held to loads and stores of 16 bytes a thread (`wide`,
 counted on NVIDIA)."""
 

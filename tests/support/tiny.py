@@ -25,13 +25,7 @@ BLOCKS: dict[str, Any] = {
 _TINY = {
     "name": "tiny",
     "seed": 3,
-    "model": {
-        "vocab_size": 300,
-        "d_model": 32,
-        "max_seq_len": SEQ_LEN,
-        "blocks": BLOCKS,
-        "layers": "m (s+m)*2",
-    },
+    "model": {"vocab_size": 300, "d_model": 32, "max_seq_len": SEQ_LEN, "blocks": BLOCKS, "layers": "m (s+m)*2"},
     "data": {"seq_len": SEQ_LEN, "num_workers": 0},
     "train": {"duration": "24 steps", "global_batch_size": GLOBAL_BATCH, "microbatch_size": 4, "compile": "off"},
     "optimizer": {"lr": 3e-3},

@@ -55,7 +55,7 @@ def tried() -> dict[int, Attempt]:
 
 def test_what_fails_or_is_wrong_is_out_and_the_rest_is_ranked(tried):
     assert {n: tried[n].problem for n in (1, 2, 3, 4, 5)} == {
-        **{1: None, 2: None, 3: "wrong by 5.0e-01", 4: "RuntimeError: out of resource", 5: "wrong by nan"},
+        **{1: None, 2: None, 3: "wrong by 5.0e-01", 4: "RuntimeError: out of resource", 5: "wrong by nan"}
     }
 
 

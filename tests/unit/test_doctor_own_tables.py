@@ -27,8 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("sm90.yaml", "sm90.yaml"), ("sm90.attention.csv", "sm90.attention.csv, line 2: ")],
+    ("name", "said"), [("sm90.yaml", "sm90.yaml"), ("sm90.attention.csv", "sm90.attention.csv, line 2: ")]
 )
 def test_rejects_a_wrong_file_where_it_would_be_read_and_without_a_gpu(folder: Path, name: str, said: str):
     check(CPU)

@@ -7,8 +7,6 @@ model, kernels, compiled blocks, loss, optimizer, batch and clipping. The plain 
 weights, sums gradients in fp32, and feeds random tokens made beforehand: no loader, no trainer, no sharding, no logging.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """A tensor of which this process holds some boxes, as torch's distributed checkpoint (DCP) saves and loads it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

@@ -4,8 +4,6 @@ The format (https://github.com/huggingface/safetensors#format): the length of th
 header as JSON, and the tensors' bytes without gaps. Nothing in it is executed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It takes the place of the pickled `.metadata` of torch's distributed checkpoint. It is JSON: nothing is executed to read it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

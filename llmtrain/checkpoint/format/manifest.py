@@ -5,8 +5,6 @@ memory, where sha256 would take longer than the disk. It is for integrity: no de
 checkpoints with intent, and none is needed, since nothing that is read from a checkpoint is executed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

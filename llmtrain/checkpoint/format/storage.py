@@ -4,8 +4,6 @@ DCP's planners say which rank writes which piece of a DTensor, and which pieces 
 any number of ranks before and after. A StorageWriter and a StorageReader store the bytes; torch's own use pickle.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

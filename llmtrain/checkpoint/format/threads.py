@@ -1,7 +1,5 @@
 """Work on several files at a time. No torch here."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The interface of a place for checkpoints besides the run's own disk. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 

@@ -1,7 +1,5 @@
 """A folder as a store of checkpoints: a mounted file system that outlives the run's own disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The store of an address: an S3-compatible object store, or a mounted folder. No torch here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError

@@ -1,7 +1,5 @@
 """Retries with exponential backoff and jitter, bounded in number."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

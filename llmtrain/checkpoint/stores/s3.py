@@ -5,8 +5,6 @@ boto3's own upload_file begins a large file anew after every interruption, so pa
 that the store has of a file are compared with the file, and only the others are sent.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

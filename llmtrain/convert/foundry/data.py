@@ -1,7 +1,5 @@
 """LLM Foundry's loaders as our `data` section."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -59,7 +57,7 @@ def read_data(root: Settings, seq_len: int | None, validates: bool) -> tuple[dic
 
 def _refuse_other_loaders(loader: Settings) -> None:
     if (name := loader.take("name", str, "text")) != "text":
-        what = "is no loader of pretraining data; llmtrain pretrains, from shards of tokens"
+        what = "is no loader that llmtrain has; text reads shards of tokens, finetuning prompts and responses"
         loader.notes.problems.append(Problem(loader.at("name"), name, what))
 
 

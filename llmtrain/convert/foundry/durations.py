@@ -1,7 +1,5 @@
 """Composer's lengths of time, `100ba`, `1ep`, `2e9tok`, `0.1dur`, as ours."""
 
-from __future__ import annotations
-
 import math
 import re
 

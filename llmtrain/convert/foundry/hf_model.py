@@ -4,8 +4,6 @@ Types that `llmtrain import` reads (models/hf) are read by the same code. GPT-2,
 which trains from new weights alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,19 @@
-"""A whole pretraining YAML of LLM Foundry as one of ours."""
+"""A whole training YAML of LLM Foundry as one of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.base import Problem
+from llmtrain.config.config_type import is_foundry_evaluation
 from llmtrain.config.report import ConfigError
+from llmtrain.config.yaml_source import YamlSource
 from llmtrain.convert.foundry import data, run
+from llmtrain.convert.foundry.evaluation import read_evaluation
+from llmtrain.convert.foundry.finetuning import is_finetuning, read_finetuning
 from llmtrain.convert.foundry.model import read_model
 from llmtrain.convert.foundry.optimization import read_optimization
 from llmtrain.convert.foundry.settings import Notes, Settings, note_unread
@@ -27,6 +32,10 @@ class Migration:
     tasks: str | None
 
 
+def _validates(section: dict[str, Any]) -> bool:
+    return "validation" in section or section.get("prepare", {"validation_fraction": 0}).get("validation_fraction") != 0
+
+
 def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str | None = None) -> Migration:
     """Translate a file. known_tasks: names of our tasks. tasks_file: where the eval YAML will be, for eval.icl.
 
@@ -37,6 +46,15 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     notes = Notes()
     root = Settings(source.data, notes)
     root.skip("variables", "tokenizer", *variables)
+    if is_foundry_evaluation(source.data):
+        sections = read_evaluation(root, file, known_tasks)
+        if not sections.keys() & {"models", "tasks"} and not notes.problems:
+            raise ConfigError(
+                source.title,
+                [Problem("", None, "is an evaluation YAML of LLM Foundry with no model and no task that ours has too")],
+            )
+        made = _finished(source, file, sections, {}, notes, None)
+        return replace(made, text=made.text.replace("yamls/schema.json", "eval/schema.json", 1))
     seq_len = data.read_seq_len(root)
     length = run.read_length(root, seq_len)
     interval = run.eval_interval(root, length)
@@ -46,14 +64,18 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     if (seed := root.take("seed", int)) is not None:
         sections["seed"] = seed
     sections["model"] = read_model(root.section("model"), seq_len)
-    sections["data"], remarks = data.read_data(root, seq_len, interval is not None)
+    if is_finetuning(root):
+        sections["objective"] = "completion"
+        sections["data"], remarks = read_finetuning(root, seq_len, interval is not None)
+    else:
+        sections["data"], remarks = data.read_data(root, seq_len, interval is not None)
     comments |= {f"data.{key}": text for key, text in remarks.items()}
     sections["train"], remarks = run.read_train(root, length)
     comments |= {f"train.{key}": text for key, text in remarks.items()}
     sections["optimizer"], sections["schedule"], remarks = read_optimization(root, length)
     comments |= {f"optimizer.{key}": text for key, text in remarks.items()}
     tasks = read_tasks(root, file, known_tasks)
-    sections["eval"] = run.read_eval(root, interval, "validation" in sections["data"], bool(tasks))
+    sections["eval"] = run.read_eval(root, interval, _validates(sections["data"]), bool(tasks))
     icl_seq_len = root.take("icl_seq_len", int)
     if icl_seq_len and not tasks:
         root.harmless("icl_seq_len", "there are no tasks")
@@ -68,8 +90,14 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     sections |= top
     sections["logging"] = run.read_logging(root)
     note_unread(root)
+    sections = {key: value for key, value in sections.items() if value is not None and value != {}}
+    made = eval_yaml(file.name, tasks, icl_seq_len) if tasks else None
+    return _finished(source, file, sections, comments, notes, made)
+
+
+def _finished(
+    source: YamlSource, file: Path, sections: dict[str, Any], comments: dict[str, str], notes: Notes, tasks: str | None
+) -> Migration:
     if notes.problems:
         raise ConfigError(source.title, notes.problems, source.origins)
-    sections = {key: value for key, value in sections.items() if value is not None and value != {}}
-    text = write(file.name, sections, comments, notes)
-    return Migration(text, sections, notes, eval_yaml(file.name, tasks, icl_seq_len) if tasks else None)
+    return Migration(write(file.name, sections, comments, notes), sections, notes, tasks)

@@ -1,7 +1,5 @@
 """LLM Foundry's `model` section: MPT's, as ours. Models in Hugging Face format are in hf_model.py."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """LLM Foundry's `optimizer`, `scheduler` and `algorithms`, as ours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

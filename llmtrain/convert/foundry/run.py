@@ -1,7 +1,5 @@
 """The rest of LLM Foundry's YAML: batches, precision, FSDP, evaluation, checkpoints and loggers, as ours."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

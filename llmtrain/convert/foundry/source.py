@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmtrain.config.base import Problem
-from llmtrain.config.config_type import is_foundry
+from llmtrain.config.config_type import is_foundry, is_foundry_evaluation
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, meaning
@@ -27,7 +27,7 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
     """
     source = read_file(path)
     inner = source.data.get("parameters")
-    if isinstance(inner, dict) and is_foundry(inner):  # MosaicML's mcli files
+    if isinstance(inner, dict) and (is_foundry(inner) or is_foundry_evaluation(inner)):  # MosaicML's mcli files
         source.data = inner
         prefix = "parameters."
         source.origins = {
@@ -37,7 +37,7 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
     source.problems = [found for found in source.problems if not _is_not_needed(found.path)]
     if source.problems:
         raise ConfigError(source.title, source.problems, source.origins)
-    if not is_foundry(source.data):
+    if not (is_foundry(source.data) or is_foundry_evaluation(source.data)):
         what = "is no pretraining YAML of LLM Foundry, which has model, train_loader, optimizer, scheduler and max_duration"
         raise ConfigError(source.title, [Problem("", None, what)])
     variables = {key for key in source.data if key not in _ROOTS and f"${{{key}}}" in str(source.data)}

@@ -1,7 +1,5 @@
 """LLM Foundry's `icl_tasks` as an eval YAML of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text of a migrated YAML: what is left to decide as comments at the top, then the sections."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Mapping

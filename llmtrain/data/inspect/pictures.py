@@ -1,7 +1,5 @@
 """Pictures of data: lengths of documents, frequencies of tokens, shares of a mixture over steps. Each file appears whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The documents that a sample of a prepared folder holds: file, record and the tokens of it."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

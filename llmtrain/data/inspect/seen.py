@@ -1,7 +1,5 @@
 """The samples that a run takes at given steps, with the documents in them, and the shares of its streams over time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

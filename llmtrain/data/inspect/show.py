@@ -1,7 +1,5 @@
 """A sample as text, with the borders of its documents marked."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -11,9 +9,10 @@ from numpy.typing import NDArray
 
 from llmtrain.data.inspect.sample_documents import SourceDocument
 from llmtrain.data.shards.packing import document_ends
+from llmtrain.data.shards.token_flags import ENDS, TRAINED
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
-_BORDER, _SPECIAL, _PLAIN = "\x1b[36m", "\x1b[33m", "\x1b[0m"
+_BORDER, _SPECIAL, _TRAINED, _PLAIN = "\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters by which a text could steer the terminal."""
 
@@ -30,19 +29,34 @@ class SampleView:
         self._tokenizer, self._begins, self._colour = tokenizer, begins, colour
         self._eod_id = tokenizer.eod_id if tokenizer else None
 
-    def lines(self, title: str, tokens: NDArray, documents: Sequence[SourceDocument] | None) -> Iterator[str]:
+    def lines(
+        self,
+        title: str,
+        tokens: NDArray,
+        documents: Sequence[SourceDocument] | None,
+        flags: NDArray[np.uint8] | None = None,
+    ) -> Iterator[str]:
         """A title, then each document: where it is from and which tokens it has, its text, and the token that ends it.
 
-        documents: None where they were not recorded: then the tokens that end documents divide the sample.
+        documents: None where they were not recorded: then the tokens that end documents divide the sample. flags: of the tokens of
+        conversations: trained ones are in ⟦ ⟧, or coloured.
         """
         parts = self._parts(tokens, documents)
         padding = self._padding(tokens, documents)
+        if flags is not None and not documents:
+            ends = np.flatnonzero(flags & ENDS)
+            padding = max(int(np.argmin(np.diff(ends[::-1], append=-1) == -1)), 0)  # each token of it ends a document
+            borders = [0, *(ends[: len(ends) - padding] + 1).tolist()]
+            parts = [(low, high, "") for low, high in itertools.pairwise(borders)]
         kinds = [f"{len(tokens):,} tokens", f"{len(parts):,} document{'s' * (len(parts) != 1)}"]
         kinds += [f"{padding:,} of padding"] if padding else []
+        kinds += [f"{np.count_nonzero(flags & TRAINED):,} trained"] if flags is not None else []
         yield self._paint(_BORDER, f"━━ {title}: {', '.join(kinds)}")
         for begin, end, about in parts:
             yield self._paint(_BORDER, f"── {about}tokens {begin}–{end - 1}")
-            yield from self._text(tokens[begin:end])
+            yield from (
+                self._text(tokens[begin:end]) if flags is None else self._chat(tokens[begin:end], flags[begin:end])
+            )
         if padding:
             yield self._paint(_BORDER, f"── padding: tokens {len(tokens) - padding}–{len(tokens) - 1}")
 
@@ -78,6 +92,19 @@ class SampleView:
         yield from text.split("\n") if text else ()
         if ends:
             yield self._paint(_SPECIAL, self._tokenizer.eod_token if self._tokenizer else str(ids[-1]))
+
+    def _chat(self, tokens: NDArray, flags: NDArray[np.uint8]) -> Iterator[str]:
+        """The text of a conversation with its trained tokens marked."""
+        trained = (flags & TRAINED) != 0
+        borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        text = ""
+        for low, high in itertools.pairwise(borders):
+            ids = tokens[low:high].tolist()
+            part = printable(self._tokenizer.decode(ids)) if self._tokenizer else " ".join(map(str, ids))
+            if trained[low]:
+                part = f"{_TRAINED}{part}{_PLAIN}" if self._colour else f"⟦{part}⟧"
+            text += part if self._tokenizer or not text else f" {part}"
+        yield from text.split("\n")
 
     def _paint(self, colour: str, text: str) -> str:
         return f"{colour}{text}{_PLAIN}" if self._colour else text

@@ -3,8 +3,6 @@
 Shards are read one after the other. Memory: one shard, one partition's documents, and a counter per token and source.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

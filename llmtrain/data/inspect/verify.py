@@ -1,7 +1,5 @@
 """Integrity of shards: each file against the index, the index against the folder and the manifest. Nothing is written."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.data.shards.index import ShardError
+from llmtrain.data.shards.index import NOT_MARKED, ShardError
 from llmtrain.data.shards.packing import document_ends
-from llmtrain.data.shards.token_flags import ENDS, NOT_MARKED, TRAINED, UNDESIRABLE
+from llmtrain.data.shards.token_flags import ENDS, TRAINED, UNDESIRABLE
 
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""

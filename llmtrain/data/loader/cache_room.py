@@ -4,8 +4,6 @@ What is there, and when it was read, stands in the folders themselves (names, si
 processes of a node and for other jobs, and after any of them was killed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

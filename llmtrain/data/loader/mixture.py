@@ -1,7 +1,5 @@
 """The mixture of training streams: its phases in steps, their order, and what a run will read of each stream. No torch here."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ numbered over all lanes: after any step, no sample of it was read twice before a
 its own windows, so that lanes may be a few samples apart where an epoch of it ends.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A Feistel network permutes the whole numbers below a power of four; what falls o
 until it falls inside ("cycle walking", Black and Rogaway 2002).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _ROUNDS = 6

@@ -3,8 +3,6 @@
 The order does not depend on ranks, nodes or loader workers, so that it holds for a run that was resumed on others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 The list is made by StreamingDataset's functions from the shards' sizes alone, in every process that reads by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The training samples of one rank, epoch by epoch, from any position."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence

@@ -14,8 +14,7 @@ from llmtrain.config.regular_file import open_regular
 from llmtrain.data.loader.cache_room import CacheRoom
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.shards.checks import cache_fault
-from llmtrain.data.shards.index import TOKEN_COLUMNS, ShardError, verify_shard
-from llmtrain.data.shards.token_flags import COLUMN
+from llmtrain.data.shards.index import FLAG_COLUMN, TOKEN_COLUMNS, ShardError, verify_shard
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 
@@ -123,7 +122,7 @@ class TokenSamples:
                 "with a larger tokenizer, or are no tokens"
             )
         sample = {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
-        if (flags := record.get(COLUMN)) is not None:
+        if (flags := record.get(FLAG_COLUMN)) is not None:
             sample["flags"] = flags
         if self.beside:
             sample["beside"] = {name: array[sample_id] for name, array in self.beside.items()}

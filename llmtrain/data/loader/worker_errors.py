@@ -4,8 +4,6 @@ A DataLoader raises another error of the same class instead, whose text begins w
 error that is all a user needs over as a batch, and the loader raises it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The samples of one loader worker of one rank, as a sequence that is computed when it is read. No torch here."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ are compared in ranges of hashes, so that memory holds MOST_COMPARED documents o
 duplicate. A text file of several partitions is compared as a whole, with other such files alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

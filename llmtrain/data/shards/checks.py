@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.config.base import Problem
 from llmtrain.config.regular_file import read_json
-from llmtrain.data.shards.index import Index, ShardError, read_index
+from llmtrain.data.shards.index import FLAG_COLUMN, NOT_MARKED, Index, ShardError, read_index
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 _REMOTES = ("s3", "gs", "oci", "hf", "sftp", "azure", "azure-dl", "dbfs", "alipan")
@@ -94,6 +94,16 @@ def check_streams(data: DataConfig, global_batch_size: int) -> list[Problem]:
             problems += _check_size(samples, data, global_batch_size)
             problems += _check_cache(indexes, data)
     return problems
+
+
+def check_trained(data: DataConfig) -> Iterator[Problem]:
+    """Problems of an objective that needs marks of trained tokens, which the shards do not have."""
+    for split, streams in (("train", data.train_streams()), ("validation", data.validation_streams())):
+        for name, stream in streams.items():
+            index = read_index(stream_folder(stream))
+            if index is not None and not all(FLAG_COLUMN in kind["column_names"] for kind in index.shards.kinds):
+                path = f"data.{split}.streams.{name}.local" if getattr(data, split) else "data.prepare.out"
+                yield Problem(path, stream.local, NOT_MARKED)
 
 
 def check_vocabulary(data: DataConfig, vocab_size: int) -> list[Problem]:

@@ -64,12 +64,7 @@ class Fetcher:
     patience: float = 600.0
 
     def prepare(
-        self,
-        number: int,
-        entry: dict[str, Any],
-        *,
-        wait: bool = True,
-        before: Callable[[], None] = lambda: None,
+        self, number: int, entry: dict[str, Any], *, wait: bool = True, before: Callable[[], None] = lambda: None
     ) -> None:
         """Have the unpacked file of a shard in the folder. entry: its own in the index. wait: for another process or thread that
         makes it; otherwise return while it does. before: called, with the shard locked, before it is made. Raises ShardError, or

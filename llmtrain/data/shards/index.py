@@ -36,6 +36,12 @@ from llmtrain.errors import UserError
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
+FLAG_COLUMN = "token_flags"
+"""Column of the flags of tokens (token_flags.py): uint8 [seq_len]. Only shards of conversations have it."""
+NOT_MARKED = (
+    "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
+    "leave `objective` at next_token"
+)
 
 _NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
 _ENCODINGS = (

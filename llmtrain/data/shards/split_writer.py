@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.shards.best_fit import BestFitPacker
+from llmtrain.data.shards.index import FLAG_COLUMN
 from llmtrain.data.shards.mds_writer import ShardWriter
 from llmtrain.data.shards.packing import pack, token_dtype
-from llmtrain.data.shards.token_flags import COLUMN, ENDS, TRAINED, with_flags, without_flags
+from llmtrain.data.shards.token_flags import ENDS, TRAINED, with_flags, without_flags
 
 TOKENS, TEXT_BYTES = "tokens", "text_bytes"
 """Columns of the shards. TEXT_BYTES, in validation only, is the UTF-8 bytes of text behind a sample's scored tokens,
@@ -42,7 +43,7 @@ class SplitWriter:
         self.held_out = held_out
         self.dtype = token_dtype(vocab_size)
         columns = {TEXT_BYTES: ("int", 8)} if held_out else {}
-        columns |= {COLUMN: (f"ndarray:uint8:{seq_len}", seq_len)} if flagged else {}
+        columns |= {FLAG_COLUMN: (f"ndarray:uint8:{seq_len}", seq_len)} if flagged else {}
         columns[TOKENS] = (f"ndarray:{self.dtype}:{seq_len}", seq_len * np.dtype(self.dtype).itemsize)
         self._writer = ShardWriter(folder, name, columns, compression)
         self.rest = np.zeros(0, self.dtype)

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from llmtrain.config.addresses import is_remote
 from llmtrain.data.inspect.sample_documents import SampleDocuments
 from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
-from llmtrain.data.shards.index import TOKEN_COLUMNS, Index, ShardError, parse_index, read_index, verify_shard
+from llmtrain.data.shards.index import (
+    FLAG_COLUMN,
+    TOKEN_COLUMNS,
+    Index,
+    ShardError,
+    parse_index,
+    read_index,
+    verify_shard,
+)
 from llmtrain.data.sources.storage import open_file
 from llmtrain.data.tokenize.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, TextTokenizer, load_tokenizer
 from llmtrain.errors import RunError
@@ -61,6 +69,13 @@ class StoredStream:
         if damage := verify_shard(io.BytesIO(raw), entry, self.index.hash_algorithm):
             raise ShardError(f"the shard {entry['raw_data']['basename']} of {self.places[0]} is damaged: {damage}")
         return decode_tokens(raw, entry)
+
+    def flags(self, shard: int) -> NDArray[np.uint8] | None:
+        """Flags of the tokens of a shard of conversations (token_flags.py), [samples, seq_len]; None for one of texts."""
+        entry = self.index.shards[shard]
+        if FLAG_COLUMN not in entry["column_names"] or not all(entry["column_sizes"]):
+            return None
+        return _fixed_column(self.content(shard), entry, FLAG_COLUMN).view(np.uint8)
 
     def content(self, shard: int) -> bytes:
         """The unpacked bytes of a shard, as they are. Raises ShardError where no place has it."""
@@ -166,9 +181,7 @@ def decode_tokens(raw: bytes, shard: dict[str, Any]) -> NDArray:
     offsets = np.frombuffer(raw, np.uint32, samples + 1, 4)
     kind = encodings[at].split(":")
     if all(sizes) and kind[0] == "ndarray" and len(kind) == 3 and samples:
-        begin = sum(sizes[:at])
-        rows = np.frombuffer(raw, np.uint8, samples * sum(sizes), int(offsets[0])).reshape(samples, -1)
-        return np.ascontiguousarray(rows[:, begin : begin + sizes[at]]).view(kind[1])
+        return _fixed_column(raw, shard, column).view(kind[1])
     from streaming.base.format.mds.encodings import mds_decode  # imports torch
 
     found: list[NDArray] = []
@@ -183,6 +196,15 @@ def decode_tokens(raw: bytes, shard: dict[str, Any]) -> NDArray:
     if len({row.shape for row in found}) > 1:
         raise ShardError(f"the shard {shard['raw_data']['basename']} holds samples of several lengths")
     return np.stack(found) if found else np.zeros((0, 0), np.int64)
+
+
+def _fixed_column(raw: bytes, shard: dict[str, Any], name: str) -> NDArray[np.uint8]:
+    """Bytes of a column of an unpacked shard whose columns all have a fixed size: [samples, bytes]."""
+    samples, sizes, at = shard["samples"], shard["column_sizes"], shard["column_names"].index(name)
+    first = int.from_bytes(raw[4:8], "little")
+    begin = sum(sizes[:at])
+    rows = np.frombuffer(raw, np.uint8, samples * sum(sizes), first).reshape(samples, -1)
+    return np.ascontiguousarray(rows[:, begin : begin + sizes[at]])
 
 
 def find_tokenizer(streams: Sequence[StoredStream]) -> TextTokenizer | None:

@@ -4,8 +4,6 @@ As Python objects they would take a hundred times as long to read, and ten times
 index is a file in the machine's folder for temporary files, named by the hash of the index, that each process maps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

@@ -8,15 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-COLUMN = "token_flags"
-"""Column of the shards: uint8 [seq_len]."""
 TRAINED, ENDS, UNDESIRABLE = 1, 2, 4
 """TRAINED: a label of the objectives `completion` and `preference`. ENDS: the last token of a document, and each token that fills a
 sample. UNDESIRABLE: a token of an answer that is labelled so."""
-NOT_MARKED = (
-    "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
-    "leave `objective` at next_token"
-)
 _SHIFT = 29
 
 

@@ -1,7 +1,5 @@
 """Compressed files, recognised by their first bytes: gzip, zstandard, bzip2, xz; of any number of members or frames."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -15,12 +13,7 @@ Compression = Literal["gz", "zst", "bz2", "xz"]
 
 EXTENSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
 _ZST = b"\x28\xb5\x2f\xfd"
-_MAGIC: dict[bytes, Compression] = {
-    b"\x1f\x8b": "gz",
-    _ZST: "zst",
-    b"BZh": "bz2",
-    b"\xfd7zXZ\x00": "xz",
-}
+_MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gz", _ZST: "zst", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz"}
 _SKIPPABLE = b"\x2a\x4d\x18"
 """Behind a byte 0x50 to 0x5f: a frame without content, with which pzstd and others begin a .zst file (RFC 8878)."""
 DAMAGES = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)

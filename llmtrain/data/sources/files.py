@@ -5,8 +5,6 @@ Every name is relative to its source, so that the split into training and valida
 same wherever the corpus lies.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 import os

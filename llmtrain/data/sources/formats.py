@@ -1,7 +1,5 @@
 """The format of a source file, recognised by its first bytes. The name decides only where the bytes leave a choice."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

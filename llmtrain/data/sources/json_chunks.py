@@ -1,7 +1,5 @@
 """A long list in JSON, some elements at a time, since all of them as objects at once would take several times the text's memory."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Generator, Iterator

@@ -4,8 +4,6 @@ Objects are read by ranges, so a part of a large one costs no more than itself. 
 checkpoints: AWS_*, S3_ENDPOINT_URL; HF_TOKEN.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

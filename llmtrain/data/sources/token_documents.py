@@ -1,8 +1,6 @@
 """Documents of token files in the form in which tokenized ones are packed: closed by the end-of-document token, with the bytes of
 text that each token stands for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

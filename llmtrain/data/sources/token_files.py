@@ -9,8 +9,6 @@
   with the end-of-document token. A header of numpy is read too.
 """
 
-from __future__ import annotations
-
 import bisect
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files of token ids among others, recognised by their names and what lies beside them; see token_files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Literal

@@ -1,7 +1,5 @@
 """Share of the sources that may be left out because it cannot be read: damaged files and records, and files that are not text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

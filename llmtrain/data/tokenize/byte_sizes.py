@@ -1,7 +1,5 @@
 """Bytes of text behind each token, from the vocabulary rather than from offsets, which only `tokenizers` gives, and slowly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """The choice of an engine that tokenizes: one faster than `tokenizers` is used once it was proved equal on a sample of the run's
 own text, with special tokens spelled out in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

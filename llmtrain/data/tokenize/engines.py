@@ -3,8 +3,6 @@
 engine_choice.py proves that they do. No torch here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol

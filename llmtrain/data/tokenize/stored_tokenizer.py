@@ -1,7 +1,5 @@
 """The tokenizer of a run: beside its shards, and in its checkpoints as one file, whose hash the manifest lists."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import replace

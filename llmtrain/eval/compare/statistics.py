@@ -167,10 +167,7 @@ def score_interval(more: int, less: int, n: int) -> tuple[float, float]:
             low, high = (middle, high) if score(middle) > level else (low, middle)
         return (low + high) / 2
 
-    return (
-        -1.0 if value <= -1 else crossing(-1.0, value, Z),
-        1.0 if value >= 1 else crossing(value, 1.0, -Z),
-    )
+    return (-1.0 if value <= -1 else crossing(-1.0, value, Z), 1.0 if value >= 1 else crossing(value, 1.0, -Z))
 
 
 def mcnemar(only_a: int, only_b: int) -> float:

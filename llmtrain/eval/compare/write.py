@@ -148,12 +148,7 @@ def _cells(one: Answered) -> list[str]:
     def with_scores(answer: str, scores: Sequence[float]) -> str:
         return f"{answer} ({', '.join(f'{score:.2f}' for score in scores)})" if len(scores) > 1 else answer
 
-    return [
-        one.prompt,
-        one.right,
-        with_scores(one.a, one.log_likelihoods_a),
-        with_scores(one.b, one.log_likelihoods_b),
-    ]
+    return [one.prompt, one.right, with_scores(one.a, one.log_likelihoods_a), with_scores(one.b, one.log_likelihoods_b)]
 
 
 def _one_line(text: str) -> str:

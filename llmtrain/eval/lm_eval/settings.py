@@ -40,11 +40,7 @@ _TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "gen_prefix")
 SEED = 1234
 """Seed of few-shot examples and of answers that are drawn; the harness's, there for torch."""
 
-_ALSO = {
-    "doc_to_text": (int,),
-    "doc_to_target": (int, list),
-    "metadata": (int, float, str, list),
-}
+_ALSO = {"doc_to_text": (int,), "doc_to_target": (int, list), "metadata": (int, float, str, list)}
 """Types of values beside those of lm_eval's annotations, where it takes more."""
 _TYPES = {"Callable": Function, "str": str, "list": list, "dict": dict, "int": int, "bool": bool, "OutputType": str}
 _CODE = ("custom_dataset", "process_docs", "process_results")

@@ -22,13 +22,7 @@ from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool
 from llmtrain.eval.prompts.lm_eval import ENCODING
-from llmtrain.eval.prompts.requests import (
-    GeneratedText,
-    GenerateUntilRequest,
-    Loglikelihood,
-    Request,
-    Response,
-)
+from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, Request, Response
 from llmtrain.eval.report.document_scores import describe
 from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, WeightedSum, is_perplexity
 from llmtrain.eval.task import Documents, Prompting, Task

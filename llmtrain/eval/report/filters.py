@@ -7,15 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from llmtrain.eval.tasks.filters import (
-    AnyFilter,
-    Convert,
-    Extract,
-    ExtractChoice,
-    ExtractNumber,
-    Map,
-    SortedWords,
-)
+from llmtrain.eval.tasks.filters import AnyFilter, Convert, Extract, ExtractChoice, ExtractNumber, Map, SortedWords
 
 
 def apply_filters(

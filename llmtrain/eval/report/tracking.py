@@ -43,10 +43,7 @@ def tables(report: Report, model: str) -> list[tuple[str, list[Any], list[Any]]]
     answers = [
         row for one in found for row in answer_rows(one.task, one.shots, one.metrics.headline, one.metrics.per_document)
     ]
-    return [
-        ("icl/results", list(COLUMNS), results),
-        ("icl/answers", list(ANSWER_COLUMNS), answers[:MOST_ANSWERS]),
-    ]
+    return [("icl/results", list(COLUMNS), results), ("icl/answers", list(ANSWER_COLUMNS), answers[:MOST_ANSWERS])]
 
 
 def flat_metrics(results: Sequence[Result], asked: Collection[tuple[str, int]] = ()) -> dict[str, float]:

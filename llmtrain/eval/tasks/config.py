@@ -26,11 +26,7 @@ TEMPLATES: dict[str, dict[str, str | None]] = {
         "chain_of_thought": "{{chain_of_thought | default(none)}}",
         "choices": None,
     },
-    "instructions": {
-        "context": "{{prompt}}",
-        "instructions": "{{instruction_id_list}}",
-        "arguments": "{{kwargs}}",
-    },
+    "instructions": {"context": "{{prompt}}", "instructions": "{{instruction_id_list}}", "arguments": "{{kwargs}}"},
 }
 """Templates of each type of task with their defaults, which are LLM Foundry's field names; of instructions, IFEval's."""
 

@@ -89,10 +89,7 @@ class Convert(Filter):
     type: Literal["remove_whitespace", "lowercase", "uppercase"]
 
 
-AnyFilter = Annotated[
-    Extract | ExtractChoice | ExtractNumber | SortedWords | Map | Convert,
-    ByType("regex"),
-]
+AnyFilter = Annotated[Extract | ExtractChoice | ExtractNumber | SortedWords | Map | Convert, ByType("regex")]
 
 
 class _OneOrMore:
@@ -104,9 +101,7 @@ class _OneOrMore:
 
 
 Chain = Annotated[
-    list[AnyFilter],
-    BeforeValidator(lambda value: [value] if isinstance(value, dict | Filter) else value),
-    _OneOrMore(),
+    list[AnyFilter], BeforeValidator(lambda value: [value] if isinstance(value, dict | Filter) else value), _OneOrMore()
 ]
 """Filters in order; an empty chain leaves the text as it is."""
 

@@ -20,15 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from llmtrain.errors import UserError

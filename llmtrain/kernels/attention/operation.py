@@ -37,14 +37,9 @@ class Attention(Operation):
     name, spec, leaves, outputs = "attention", AttentionSpec, ("q", "k", "v"), ("out",)
 
     def inputs(
-        self,
-        spec: AttentionSpec,
-        batch: int,
-        seq_len: int,
-        device: str = "cpu",
-        seed: int = 0,
+        self, spec: AttentionSpec, batch: int, seq_len: int, device: str = "cpu", seed: int = 0,
         document: int = DOCUMENT,
-    ) -> tuple[list[Any], Tensor]:
+    ) -> tuple[list[Any], Tensor]:  # fmt: skip
         """q, k, v [batch, T, heads, head_dim] as slices of one projection. document: length of one, in `ids`."""
         draw, heads = Draw(device, spec.dtype, seed), (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
         slices = draw(batch, seq_len, sum(heads) * spec.head_dim).split([h * spec.head_dim for h in heads], dim=-1)

@@ -14,15 +14,7 @@ from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton import attend
 from llmtrain.kernels.attention.triton_forward import attend_tile
-from llmtrain.kernels.attention.triton_tiles import (
-    LOG2_E,
-    LOWEST,
-    load_rows,
-    parts_of,
-    store_rows,
-    tile_ranges,
-    zeros,
-)
+from llmtrain.kernels.attention.triton_tiles import LOG2_E, LOWEST, load_rows, parts_of, store_rows, tile_ranges, zeros
 from llmtrain.kernels.launch import jit
 
 _LOG2_E = 1.4426950408889634

@@ -109,27 +109,10 @@ class TritonAttentionStep:
 
 @triton.jit
 def _one_head(
-    q,
-    k_cache,
-    v_cache,
-    position,
-    first,
-    slopes,
-    parts,
-    weights,
-    q_row,
-    q_head,
-    capacity,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    N_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    q, k_cache, v_cache, position, first, slopes, parts, weights, q_row, q_head, capacity, scale, softcap,
+    WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
 
     Every lane (slot modulo SLOTS) keeps a softmax of its own, merged at the end: inside the loop the only reduction
@@ -175,30 +158,10 @@ def _one_head(
 
 @jit
 def _grouped(
-    q,
-    k_cache,
-    v_cache,
-    position,
-    first,
-    slopes,
-    parts,
-    weights,
-    q_row,
-    q_head,
-    capacity,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    N_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k_cache, v_cache, position, first, slopes, parts, weights, q_row, q_head, capacity, scale, softcap,
+    WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The query heads that share a key head (HEADS of them at a time), one share of its keys and values.
 
     Program ((row * n_kv_heads + kv_head) * tiles + tile of heads, split). The group is padded to HEADS >= 16, what a
@@ -246,14 +209,8 @@ def _grouped(
 
 @triton.jit
 def _merge(
-    parts,
-    weights,
-    out,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    parts, weights, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Merge the shares: out = their mean, weighted by 2^weights. Program (row * n_heads + head, columns).
 
     parts: [batch, n_heads, SPLITS, head_dim]; weights: [batch, n_heads, SPLITS], log2 of the sum of a share's

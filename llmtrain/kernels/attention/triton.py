@@ -60,17 +60,9 @@ class TritonAttention:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: Tensor | None = None,
-    packed: Documents | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = True, window: int | None = None,
+    softcap: float | None = None, slopes: Tensor | None = None, packed: Documents | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention and the natural log-sum-exp of its scores, both differentiable by q, k and v.
 
     q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim], any strides (best with 1 in the last
@@ -83,17 +75,9 @@ def attend(
 
 
 def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, softcap: float | None,
+    slopes: Tensor | None, starts: Tensor | None, ends: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).forward()
 
 
@@ -107,21 +91,10 @@ def _(q, k, v, scale, causal, window, softcap, slopes, starts, ends):
 
 
 def launch_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-    starts: Tensor | None,
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float,
+    causal: bool, window: int | None, softcap: float | None, slopes: Tensor | None, starts: Tensor | None,
     ends: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).backward(out, lse, dout, dlse)
 
 
@@ -161,16 +134,9 @@ class _Suffix:
         return Call(q, k, v, how.scale, causal, softcap=how.softcap).forward()
 
     def backward(
-        self,
-        dout: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        how: suffix.AttentionScale,
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: suffix.AttentionScale,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return Call(q, k, v, how.scale, causal, softcap=how.softcap).backward(out, lse, dout)
 
 

@@ -300,19 +300,9 @@ def _add_dkdv(
 
 @triton.jit
 def _weights(
-    score,
-    lse_log2,
-    column,
-    distance,
-    visible,
-    scale,
-    softcap,
-    slopes,
-    slope,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    edge=None,
-):
+    score, lse_log2, column, distance, visible, scale, softcap, slopes, slope, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, edge=None,
+):  # fmt: skip
     """exp(score - lse) from q k^T, and the softcap's derivative; for scores with queries or with keys as rows.
 
     lse_log2: log2(e) lse, plus the part of ALiBi that is the same for all keys of a query; column: the key's position, for the

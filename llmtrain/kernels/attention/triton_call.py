@@ -36,21 +36,10 @@ class Call:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Tensor | None = None,
-        starts: Tensor | None = None,
-        ends: Tensor | None = None,
-        *,
-        launches: dict[Kernel, Launch] | None = None,
-        platform: Platform | None = None,
-    ):
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True, window: int | None = None,
+        softcap: float | None = None, slopes: Tensor | None = None, starts: Tensor | None = None,
+        ends: Tensor | None = None, *, launches: dict[Kernel, Launch] | None = None, platform: Platform | None = None,
+    ):  # fmt: skip
         self.q, self.k, self.v = q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
         self.strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
         self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape

@@ -8,14 +8,7 @@ import triton
 import triton.language as tl
 
 from llmtrain.kernels.attention.triton_backward import _delta, _weights
-from llmtrain.kernels.attention.triton_tiles import (
-    LOG2_E,
-    dot_accumulate,
-    dot_transposed,
-    load_rows,
-    store_rows,
-    zeros,
-)
+from llmtrain.kernels.attention.triton_tiles import LOG2_E, dot_accumulate, dot_transposed, load_rows, store_rows, zeros
 from llmtrain.kernels.launch import jit
 
 

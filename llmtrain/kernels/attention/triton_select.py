@@ -10,14 +10,9 @@ _INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tes
 
 
 def choose(
-    kernel: Kernel,
-    head_dim: int,
-    dtype: str,
-    platform: Platform,
-    seq_len: int | None = None,
-    variant: str | None = None,
-    grouped: bool = False,
-) -> Launch:
+    kernel: Kernel, head_dim: int, dtype: str, platform: Platform, seq_len: int | None = None,
+    variant: str | None = None, grouped: bool = False,
+) -> Launch:  # fmt: skip
     """Launch parameters of the row that serves this shape.
 
     seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.

@@ -174,15 +174,9 @@ def visible_range(i, starts, ends, seq_len, LOOK_BACK: tl.constexpr, LOOK_AHEAD:
 
 @triton.jit
 def tile_ranges(
-    begin,
-    starts,
-    ends,
-    seq_len,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    LOOK_BACK: tl.constexpr,
+    begin, starts, ends, seq_len, ROWS: tl.constexpr, TILE: tl.constexpr, LOOK_BACK: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
-):
+):  # fmt: skip
     """Range of the other tokens that the tokens begin .. begin + ROWS see, in tiles of TILE: (a, b, c, end).
 
     a .. b and c .. end need a mask; b .. c is seen by all of them and ends before the sequence does.

@@ -11,10 +11,7 @@ from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.platform import Platform
 
 # Untuned; for AMD compiled only. Small blocks: at batch 1 a few thousand channels should still use many multiprocessors.
-_LAUNCH = {
-    "nvidia": {"channels": 256, "num_warps": 2},
-    "amd": {"channels": 256, "num_warps": 1},
-}
+_LAUNCH = {"nvidia": {"channels": 256, "num_warps": 2}, "amd": {"channels": 256, "num_warps": 1}}
 
 
 def build(spec: Conv1dSpec, platform: Platform, variant: str) -> TritonConv1dStep:
@@ -46,19 +43,9 @@ class TritonConv1dStep:
 
 @jit
 def _step(
-    x,
-    window,
-    weight,
-    bias,
-    y,
-    channels,
-    x_row,
-    window_row,
-    window_channel,
-    window_tap,
-    WIDTH: tl.constexpr,
+    x, window, weight, bias, y, channels, x_row, window_row, window_channel, window_tap, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Program (block of channels, row of the batch)."""
     channel, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     valid = channel < channels

@@ -40,13 +40,9 @@ class TritonConv1d:
 
 
 def launch_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    options: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str,
     y: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y: memory for the output, possibly a slice of a contiguous tensor; None: allocated."""
     x, launch = _addressable(x), Launch.parse(options)
     tile = fitted(launch.forward, launch.min_programs, *x.shape)
@@ -66,27 +62,17 @@ def _(x, weight, bias, document_ids, options):
 
 
 def launch_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, weight and bias (empty where there is none)."""
     dx, partials = partial_backward(dy, x, weight, bias, document_ids, options)
     return dx, *kernels.parameter_gradients(partials, weight, bias)
 
 
 def partial_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    options: str,
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, options: str,
     dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of x (written into dx, if given), and the partial sums for parameter_gradients."""
     dy, x, launch = _addressable(dy), _addressable(x), Launch.parse(options)
     tile = fitted(launch.backward, launch.min_programs, *x.shape)

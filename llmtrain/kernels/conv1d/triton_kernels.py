@@ -32,14 +32,9 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    document_ids: Tensor | None,
-    tile: Tile,
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor | None, tile: Tile,
     dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of x (written into dx, if given, whose channels are contiguous), and partial sums of the gradients of the
     weight and then, if there is one, the bias: [programs, columns] in fp32.
     """
@@ -53,8 +48,7 @@ def backward(
     columns = channels * (width + (bias is not None))
     partials = torch.empty((grid[1] * grid[2], columns), dtype=torch.float32, device=x.device)
     _backward[grid](
-        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides),
-        **_constants(weight, tile),
+        *(dy, x, weight, bias, document_ids, dx, partials, seq_len, channels, *strides), **_constants(weight, tile)
     )
     return dx, partials
 
@@ -154,25 +148,10 @@ def _mask_document(value, taps, distance: tl.constexpr, ids):
 
 @jit
 def _forward(
-    x,
-    weight,
-    bias,
-    ids,
-    y,
-    seq_len,
-    channels,
-    x_row,
-    x_token,
-    y_row,
-    y_token,
-    WIDTH: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-    PARALLEL_RUNS: tl.constexpr,
-    RUN_TOKENS: tl.constexpr,
-    STEP_TOKENS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    x, weight, bias, ids, y, seq_len, channels, x_row, x_token, y_row, y_token, WIDTH: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr, PARALLEL_RUNS: tl.constexpr, RUN_TOKENS: tl.constexpr, STEP_TOKENS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Program (tile of channels, block of tokens, row of the batch)."""
     channel, row = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS), tl.program_id(2).to(tl.int64)
     end = (tl.program_id(1) * PARALLEL_RUNS + tl.arange(0, PARALLEL_RUNS) + 1) * RUN_TOKENS
@@ -208,29 +187,10 @@ def _forward(
 
 @jit
 def _backward(
-    dy,
-    x,
-    weight,
-    bias,
-    ids,
-    dx,
-    partials,
-    seq_len,
-    channels,
-    dy_row,
-    dy_token,
-    x_row,
-    x_token,
-    dx_row,
-    dx_token,
-    WIDTH: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-    PARALLEL_RUNS: tl.constexpr,
-    RUN_TOKENS: tl.constexpr,
-    STEP_TOKENS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    dy, x, weight, bias, ids, dx, partials, seq_len, channels, dy_row, dy_token, x_row, x_token, dx_row, dx_token,
+    WIDTH: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, PARALLEL_RUNS: tl.constexpr, RUN_TOKENS: tl.constexpr,
+    STEP_TOKENS: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Program (tile of channels, block of tokens, row of the batch). u: before SiLU."""
     block, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -300,20 +260,9 @@ def _backward(
 
 @triton.jit
 def _after(
-    dy,
-    x,
-    now,
-    weights,
-    bias_row,
-    ids,
-    end,
-    seq_len,
-    dy_token,
-    x_token,
-    valid,
-    WIDTH: tl.constexpr,
+    dy, x, now, weights, bias_row, ids, end, seq_len, dy_token, x_token, valid, WIDTH: tl.constexpr,
     STEP_TOKENS: tl.constexpr,
-):
+):  # fmt: skip
     """du of the tokens after a run that reach back into it. now: the run's last group."""
     tokens = now + _in_fp32(_load_step(x, end, x_token, seq_len, valid, WIDTH - 1))
     upstream = _load_step(dy, end, dy_token, seq_len, valid, WIDTH - 1)

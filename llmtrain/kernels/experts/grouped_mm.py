@@ -1,7 +1,5 @@
 """Experts whose products are PyTorch's grouped_mm."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Experts behind their router, as tests, doctor and bench see them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -51,15 +51,9 @@ class ReferenceExperts:
         self.spec, self.product = spec, product or grouped_product
 
     def __call__(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        b_in: Tensor | None = None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None = None,
         b_out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         rows = Rows.of(chosen, self.spec.n_experts)
         h = self.product(_Take.apply(x, rows.order, rows.inverse), w_in, rows.ends)
         h = h if b_in is None else h + b_in[rows.experts]

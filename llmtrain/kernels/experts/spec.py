@@ -1,7 +1,5 @@
 """Specification of a feed-forward layer of experts, behind its router, as one operation. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform

@@ -58,30 +58,17 @@ def _(x, z, weight, n_groups, eps, norm_first, options):
 
 
 def launch_backward(
-    dy: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    norm_first: bool,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, options: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, z and weight."""
     dx, dz, partials = partial_backward(dy, x, z, weight, r, norm_first, options)
     return dx, dz, kernels.parameter_gradient(partials, weight)
 
 
 def partial_backward(
-    dy: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    norm_first: bool,
-    options: str,
-    dz: Tensor | None = None,
-    dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, options: str,
+    dz: Tensor | None = None, dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x and z, and the partial sums for parameter_gradient. dz, dx: memory for the gradients, slices of
     contiguous tensors; None: allocated.
     """

@@ -34,16 +34,9 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    norm_first: bool,
-    tile: Tile,
-    dz: Tensor | None = None,
-    dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, r: Tensor, norm_first: bool, tile: Tile,
+    dz: Tensor | None = None, dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x and z (written into dx and dz, if given), and partial sums of that of weight, [programs, dim] in fp32.
 
     dy, x, z, dz, dx: [tokens, dim], channels contiguous.
@@ -105,24 +98,9 @@ def _gated(x, z):
 
 @jit
 def _forward(
-    x,
-    z,
-    weight,
-    y,
-    r,
-    tokens,
-    run,
-    size,
-    x_row,
-    z_row,
-    eps,
-    NORM_FIRST: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    x, z, weight, y, r, tokens, run, size, x_row, z_row, eps, NORM_FIRST: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Program (block of tokens, group)."""
     group, n_groups = tl.program_id(1), tl.num_programs(1)
     x += group * size
@@ -166,30 +144,10 @@ def _forward(
 
 @jit
 def _backward(
-    dy,
-    x,
-    z,
-    weight,
-    r,
-    dx,
-    dz,
-    partials,
-    tokens,
-    run,
-    size,
-    dy_row,
-    x_row,
-    z_row,
-    dx_row,
-    dz_row,
-    NORM_FIRST: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    RELOAD: tl.constexpr,
-):
+    dy, x, z, weight, r, dx, dz, partials, tokens, run, size, dy_row, x_row, z_row, dx_row, dz_row,
+    NORM_FIRST: tl.constexpr, PARTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PREFETCH: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
     """Program (block of tokens, group).
 
     With u what is normed (x silu(z), or x) and d the gradient of u, were r constant: du = d - u r^2 mean(d u).

@@ -1,7 +1,5 @@
 """Gated linear units in PyTorch (Shazeer, arXiv:2002.05202)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

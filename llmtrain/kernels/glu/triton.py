@@ -5,8 +5,6 @@ PyTorch's compiler computes that matrix element by element, at each of which it 
 takes longer than the memory. The forward pass it fuses well, so that stays its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -49,10 +47,7 @@ def launch_bwd(dy: Tensor, h: Tensor, activation: str) -> Tensor:
     rows = h.numel() // max(h.shape[-1], 1)
     if rows and width:
         _glu_bwd[rows, cdiv(width, BLOCK)](
-            *(dy.contiguous(), h.contiguous(), d_h, width),
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            *(dy.contiguous(), h.contiguous(), d_h, width), ACTIVATION=activation, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     return d_h
 

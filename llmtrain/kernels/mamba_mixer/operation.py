@@ -79,12 +79,9 @@ class MambaMixer(BySequence):
         return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
     def of_parts(
-        self,
-        spec: MambaMixerSpec,
-        conv: Callable[..., Tensor],
-        scan: Callable[..., Tensor],
+        self, spec: MambaMixerSpec, conv: Callable[..., Tensor], scan: Callable[..., Tensor],
         norm: Callable[..., Tensor],
-    ) -> Callable[..., Tensor]:
+    ) -> Callable[..., Tensor]:  # fmt: skip
         """Function of `inputs` from three operations; scan: (x, dt, A, B, C, D, dt_bias, state or None) -> y."""
 
         def run(fused, weight, bias, A, D, dt_bias, norm_weight, state=None) -> Tensor:

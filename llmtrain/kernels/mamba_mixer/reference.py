@@ -18,12 +18,9 @@ def build(spec: MambaMixerSpec, platform: Platform, variant: str) -> ReferenceMa
 
 
 def compose(
-    spec: MambaMixerSpec,
-    zxbcdt: Tensor,
-    convolve: Callable[[Tensor], Tensor],
-    scan: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    norm: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
+    spec: MambaMixerSpec, zxbcdt: Tensor, convolve: Callable[[Tensor], Tensor],
+    scan: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], norm: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
     """The second projection's input, [batch, T, d_inner], from the first's output, [batch, T, sum of spec.widths].
 
     convolve: xBC -> like it; scan: (x [batch, T, heads, head_dim], dt [batch, T, heads], B, C [batch, T, groups,

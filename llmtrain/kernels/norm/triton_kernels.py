@@ -33,14 +33,8 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    d_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    biased: bool,
-    tile: Tile,
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, statistics: Tensor, biased: bool, tile: Tile,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of the norm's input (d_total: the part of it that bypasses the norm), and partial sums of those of the weight
     and, if biased, the bias: [programs, dim or 2 dim] in fp32. dy, d_total, total: [tokens, dim], contiguous.
     """
@@ -78,23 +72,9 @@ def _constants(dim: int, centred: bool, tile: Tile) -> dict[str, Any]:
 
 @jit
 def _forward(
-    x,
-    delta,
-    weight,
-    bias,
-    total,
-    y,
-    statistics,
-    tokens,
-    run,
-    dim,
-    eps,
-    CENTRED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    x, delta, weight, bias, total, y, statistics, tokens, run, dim, eps, CENTRED: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Program (block of tokens). The norm is that of the sum before it is rounded."""
     weights = load_vector(weight, dim, PARTS, BLOCK_COLUMNS)
     if bias is not None:
@@ -144,24 +124,10 @@ def _normed(x, mean, r, CENTRED: tl.constexpr):
 
 @jit
 def _backward(
-    dy,
-    d_total,
-    total,
-    weight,
-    statistics,
-    dx,
-    partials,
-    tokens,
-    run,
-    dim,
-    CENTRED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    BIASED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    dy, d_total, total, weight, statistics, dx, partials, tokens, run, dim, CENTRED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BIASED: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     """Program (block of tokens). With d = dy weight: dx = r (d - u mean(d u)), and of LayerNorm less r mean(d)."""
     weights = load_vector(weight, dim, PARTS, BLOCK_COLUMNS)
     weight_sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32),) * PARTS

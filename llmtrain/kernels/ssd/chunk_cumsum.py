@@ -15,15 +15,9 @@ _HEADS_PER_PROGRAM = 16  # 32 bytes of dt in bf16, the smallest memory transacti
 
 
 def chunk_cumsum_fwd(
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    document_ids: Tensor | None,
-    dt_limit: tuple[float | None, float | None],
-    chunk: int,
-    with_largest_dt: bool,
-    parts: int = 1,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dt: Tensor, A: Tensor, dt_bias: Tensor, document_ids: Tensor | None, dt_limit: tuple[float | None, float | None],
+    chunk: int, with_largest_dt: bool, parts: int = 1,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Cumulative log-decays, time steps and document indices for the other kernels, padded to whole chunks.
 
     dt: [batch, T, heads], raw; document_ids: [batch, T], int32, a new number where a document begins. Returns
@@ -56,19 +50,10 @@ def chunk_cumsum_fwd(
 
 
 def chunk_cumsum_bwd(
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float | None, float | None],
-    dA_cumsum: Tensor,
-    ddA_terms: Tensor,
-    cb_diagonal: Tensor,
-    ddA_state: Tensor,
-    ddA_blocks: Tensor | None,
-    chunk: int,
-    d_dt: Tensor,
+    dt: Tensor, A: Tensor, dt_bias: Tensor, dt_limit: tuple[float | None, float | None], dA_cumsum: Tensor,
+    ddA_terms: Tensor, cb_diagonal: Tensor, ddA_state: Tensor, ddA_blocks: Tensor | None, chunk: int, d_dt: Tensor,
     param_partials: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Fill d_dt, the gradient of the raw dt (heads contiguous), and param_partials, the gradients of A, D and dt_bias by
     sequence and chunk, [batch, chunks, 3, heads], from the results of the other kernels; all of these are fp32.
 
@@ -102,24 +87,9 @@ def chunk_cumsum_bwd(
 
 @jit
 def _chunk_cumsum_fwd(
-    dt,
-    A,
-    dt_bias,
-    document_ids,
-    dA_cumsum,
-    largest_dt,
-    seq_idx,
-    seq_len,
-    n_heads,
-    dt_row,
-    dt_token,
-    dt_head,
-    dt_min,
-    dt_max,
-    CHUNK: tl.constexpr,
-    HEAD_PARTS: tl.constexpr,
-    HEADS_PER_PROGRAM: tl.constexpr,
-):
+    dt, A, dt_bias, document_ids, dA_cumsum, largest_dt, seq_idx, seq_len, n_heads, dt_row, dt_token, dt_head, dt_min,
+    dt_max, CHUNK: tl.constexpr, HEAD_PARTS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
     """Program (block of heads, chunk, row of the batch)."""
     block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     t, h = chunk * CHUNK + tl.arange(0, CHUNK), block * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
@@ -155,32 +125,10 @@ def _chunk_cumsum_fwd(
 
 @jit
 def _chunk_cumsum_bwd(
-    dt,
-    A,
-    dt_bias,
-    dA_cumsum,
-    ddA_terms,
-    cb_diagonal,
-    ddA_state,
-    ddA_blocks,
-    d_dt,
-    param_partials,
-    seq_len,
-    n_heads,
-    per_group,
-    dt_row,
-    dt_token,
-    dt_head,
-    d_dt_row,
-    d_dt_token,
-    dt_min,
-    dt_max,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    DSTATE_BLOCKS: tl.constexpr,
-    HEAD_PARTS: tl.constexpr,
-    HEADS_PER_PROGRAM: tl.constexpr,
-):
+    dt, A, dt_bias, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, ddA_blocks, d_dt, param_partials, seq_len, n_heads,
+    per_group, dt_row, dt_token, dt_head, d_dt_row, d_dt_token, dt_min, dt_max, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, DSTATE_BLOCKS: tl.constexpr, HEAD_PARTS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
     """Program (block of heads, chunk, row of the batch)."""
     block, chunk, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks = tl.num_programs(1)

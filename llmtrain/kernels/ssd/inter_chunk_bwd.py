@@ -21,24 +21,10 @@ _SMALL_DSTATE = 64
 
 
 def inter_chunk_bwd(
-    dy: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    dCB: Tensor,
-    dCB_halves: Tensor | None,
-    states: States,
-    ddA_terms: Tensor,
-    chunk: int,
-    tile: int,
-    precision: str,
-    launch: HeadLoopLaunch,
-    num_sms: int,
-    dB: Tensor | None = None,
-    dC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dy: Tensor, x: Tensor, B: Tensor, C: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, dCB: Tensor,
+    dCB_halves: Tensor | None, states: States, ddA_terms: Tensor, chunk: int, tile: int, precision: str,
+    launch: HeadLoopLaunch, num_sms: int, dB: Tensor | None = None, dC: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dB, dC, 2^a_end S . R by parts of the states, [batch, chunks, parts, heads], and terms of ddA by blocks of d_state or None.
 
     dB and dC include the terms over pairs: dCB of intra_chunk_bwd, and dCB_halves of intra_chunk_halves_bwd if tiles are halves

@@ -28,21 +28,10 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
 def intra_chunk_bwd(
-    dy: Tensor,
-    x: Tensor,
-    bc: ScaledBC,
-    D: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    states: States,
-    ddA_terms: Tensor,
-    chunk: int,
-    tile: int,
-    precision: str,
-    launch: HeadLoopLaunch,
-    num_sms: int,
+    dy: Tensor, x: Tensor, bc: ScaledBC, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: States,
+    ddA_terms: Tensor, chunk: int, tile: int, precision: str, launch: HeadLoopLaunch, num_sms: int,
     dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients over the pairs of each tile, and all of dx except what comes through other tiles of the same chunk.
 
     Fills `ddA_terms`, [batch, heads, chunks, 3, chunk] (see chunk_cumsum_bwd). dx: memory for it (see `token_stride`);

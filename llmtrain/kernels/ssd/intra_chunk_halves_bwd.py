@@ -20,19 +20,9 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
 def intra_chunk_halves_bwd(
-    dy: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    ddA_terms: Tensor,
-    dx: Tensor,
-    chunk: int,
-    precision: str,
-    launch: HeadLoopLaunch,
-    num_sms: int,
-) -> Tensor:
+    dy: Tensor, x: Tensor, B: Tensor, C: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, ddA_terms: Tensor,
+    dx: Tensor, chunk: int, precision: str, launch: HeadLoopLaunch, num_sms: int,
+) -> Tensor:  # fmt: skip
     """Add to dx and to the first two of `ddA_terms`, after intra_chunk_bwd.
 
     Returns dCB between the halves by blocks of heads, [blocks, batch, chunks, groups, chunk / 2, chunk / 2].

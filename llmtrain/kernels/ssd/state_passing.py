@@ -35,16 +35,9 @@ class States(NamedTuple):
 
 
 def state_passing_fwd(
-    x: Tensor,
-    B: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    initial_state: Tensor | None,
-    chunk: int,
-    precision: str,
-    launch: StatePassingLaunch,
-    last_state: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, B: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None, chunk: int,
+    precision: str, launch: StatePassingLaunch, last_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """States before each chunk, [batch, chunks, heads, d_state, head_dim] in the dtype of x.
 
     x: [batch, T, heads, head_dim]; B: [batch, T, groups, d_state]; dA_cumsum, seq_idx: see chunk_cumsum_fwd;
@@ -77,20 +70,10 @@ def added_state(
 
 
 def state_passing_bwd(
-    x: Tensor,
-    dy: Tensor,
-    bc: ScaledBC,
-    dA_cumsum: Tensor,
-    largest_dt: Tensor | None,
-    seq_idx: Tensor | None,
-    initial_state: Tensor | None,
-    d_final_state: Tensor | None,
-    d_initial_state: Tensor | None,
-    chunk: int,
-    tile: int,
-    precision: str,
-    launch: StatePassingLaunch,
-) -> States:
+    x: Tensor, dy: Tensor, bc: ScaledBC, dA_cumsum: Tensor, largest_dt: Tensor | None, seq_idx: Tensor | None,
+    initial_state: Tensor | None, d_final_state: Tensor | None, d_initial_state: Tensor | None, chunk: int, tile: int,
+    precision: str, launch: StatePassingLaunch,
+) -> States:  # fmt: skip
     """States before each chunk, and gradients of the states after each chunk, which are passed from the last chunk to the
     first with dy and C in place of x and B.
 
@@ -123,20 +106,10 @@ def _block_headdim(launch: StatePassingLaunch, head_dim: int) -> int:
 
 
 def _launch(
-    x: Tensor,
-    dy: Tensor,
-    bc: ScaledBC,
-    dA_cumsum: Tensor,
-    largest_dt: Tensor | None,
-    seq_idx: Tensor | None,
-    ends: tuple[Tensor | None, ...],
-    states: States | None,
-    chunk: int,
-    tile: int,
-    precision: str,
-    launch: StatePassingLaunch,
-    reverse: bool = False,
-) -> None:
+    x: Tensor, dy: Tensor, bc: ScaledBC, dA_cumsum: Tensor, largest_dt: Tensor | None, seq_idx: Tensor | None,
+    ends: tuple[Tensor | None, ...], states: States | None, chunk: int, tile: int, precision: str,
+    launch: StatePassingLaunch, reverse: bool = False,
+) -> None:  # fmt: skip
     """Launch the kernel, in both directions if `states` has room for both. states: None: not stored."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]

@@ -12,10 +12,7 @@ from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.spec import SSDSpec
 
 # Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
-_LAUNCH = {
-    "nvidia": {"tile": 2048, "num_warps": 4},
-    "amd": {"tile": 2048, "num_warps": 2},
-}
+_LAUNCH = {"nvidia": {"tile": 2048, "num_warps": 4}, "amd": {"tile": 2048, "num_warps": 2}}
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSDStep:
@@ -37,16 +34,8 @@ class TritonSSDStep:
         self.num_warps = launch["num_warps"]
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-    ) -> Tensor:
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor,
+    ) -> Tensor:  # fmt: skip
         spec = self.spec
         batch = x.shape[0]
         assert x.shape == (batch, spec.n_heads, spec.head_dim) and dt.shape == (batch, spec.n_heads)
@@ -75,32 +64,10 @@ class TritonSSDStep:
 
 @jit
 def _step(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    dt_bias,
-    state,
-    y,
-    x_row,
-    x_head,
-    dt_row,
-    dt_head,
-    B_row,
-    B_group,
-    C_row,
-    C_group,
-    dt_min,
-    dt_max,
-    N_HEADS: tl.constexpr,
-    N_GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, dt, A, B, C, D, dt_bias, state, y, x_row, x_head, dt_row, dt_head, B_row, B_group, C_row, C_group, dt_min,
+    dt_max, N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Program (tile of head_dim, head, row of the batch)."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = head // (N_HEADS // N_GROUPS)

@@ -54,17 +54,9 @@ class TritonSSD:
         self.options = launch.dump()
 
     def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        initial_state: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x: [batch, T, heads, head_dim]; dt: [batch, T, heads], before bias and softplus; A, D, dt_bias: [heads],
         A negative; B, C: [batch, T, groups, d_state]; initial_state: [batch, heads, head_dim, d_state];
         document_ids: [batch, T], integers: where they change, a document begins, and the state before it is dropped
@@ -80,20 +72,10 @@ class TritonSSD:
 
 
 def launch_forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    dt_min: float | None,
-    dt_max: float | None,
-    options: str,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, initial_state: Tensor | None,
+    document_ids: Tensor | None, dt_min: float | None, dt_max: float | None, options: str,
     with_final_state: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the last state (an empty tensor without with_final_state)."""
     launch = Launch.parse(options)
     x, B, C = (_unit_stride(t) for t in (x, B, C))
@@ -134,21 +116,10 @@ def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, o
 
 
 def launch_backward(
-    dy: Tensor,
-    d_final_state: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    dt_min: float | None,
-    dt_max: float | None,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, d_final_state: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+    dt_bias: Tensor, initial_state: Tensor | None, document_ids: Tensor | None, dt_min: float | None,
+    dt_max: float | None, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, dt, A, B, C, D, dt_bias and the initial state (empty, if there was none)."""
     launch = Launch.parse(options)
     dx, d_dt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
@@ -160,22 +131,10 @@ def launch_backward(
 
 
 def backward_into(
-    dy: Tensor,
-    d_final_state: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    dt_min: float | None,
-    dt_max: float | None,
-    launch: Launch,
-    into: Sequence[Tensor],
-) -> None:
+    dy: Tensor, d_final_state: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+    dt_bias: Tensor, initial_state: Tensor | None, document_ids: Tensor | None, dt_min: float | None,
+    dt_max: float | None, launch: Launch, into: Sequence[Tensor],
+) -> None:  # fmt: skip
     """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
     C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """

@@ -43,18 +43,10 @@ def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = Non
 
 
 def sequential_chunk_scan(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    initial_state: Tensor | None,
-    chunk: int,
-    precision: str,
-    launch: SequentialScanLaunch,
+    x: Tensor, B: Tensor, C: Tensor, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None,
+    initial_state: Tensor | None, chunk: int, precision: str, launch: SequentialScanLaunch,
     final_state: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y, like x but contiguous. Fills `final_state` if given; it and initial_state are as in state_passing_fwd.
 
     Reads x once, and B and C once per head (mostly from the L2 cache); writes y.
@@ -89,18 +81,9 @@ def sequential_chunk_scan(
 
 
 def chunk_scan(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dA_cumsum: Tensor,
-    seq_idx: Tensor | None,
-    states: Tensor,
-    chunk: int,
-    precision: str,
-    launch: HeadLoopLaunch,
-    num_sms: int,
-) -> Tensor:
+    x: Tensor, B: Tensor, C: Tensor, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: Tensor, chunk: int,
+    precision: str, launch: HeadLoopLaunch, num_sms: int,
+) -> Tensor:  # fmt: skip
     """y, like x but contiguous, from the states before each chunk, which state_passing_fwd returns."""
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = C.shape[2:]

@@ -3,8 +3,6 @@
 What must be known without importing torch is asked of the section in the config: models/sections/feed_forward.py.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -1,7 +1,5 @@
 """A feed-forward layer of experts, of which each token meets a few; no token is dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -1,7 +1,5 @@
 """Routers: the experts that each token meets, and the weights of their outputs. See RouterSection for the definitions."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

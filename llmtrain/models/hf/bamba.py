@@ -1,7 +1,5 @@
 """Bamba (IBM, Princeton, UIUC) as transformers' BambaForCausalLM: Mamba-2, and attention whose heads are rotated in part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import BambaConfig

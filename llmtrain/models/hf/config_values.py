@@ -1,37 +1,16 @@
 """Types and ranges of values in a config.json, for keys that transformers' classes do not check. No torch here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MOST, _MOST_LAYERS = 2**53, 10_000
 _NUMBERS = {
-    "rope_theta",
-    "partial_rotary_factor",
-    "rotary_pct",
-    "rotary_emb_base",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "mamba_headdim",
-    "mamba_expand",
-    "mamba_d_state",
-    "mamba_d_conv",
-    "mamba_ngroups",
-    "n_mamba_heads",
-    "attention_head_dim",
-    "time_step_min",
-    "time_step_max",
-    "time_step_floor",
-}
+    "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "factor", "low_freq_factor",
+    "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "mamba_headdim", "mamba_expand", "mamba_d_state", "mamba_d_conv",
+    "mamba_ngroups", "n_mamba_heads", "attention_head_dim", "time_step_min", "time_step_max", "time_step_floor",
+}  # fmt: skip
 _NEVER_NULL = {"mamba_headdim", "attention_head_dim"}
 _LAYERS = {"num_hidden_layers", "n_layers", "n_layer", "num_layers"}
 _SIZES = {"hidden_size", "d_model", "vocab_size", "num_attention_heads", "n_heads", "intermediate_size", "head_dim"}

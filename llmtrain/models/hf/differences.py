@@ -1,7 +1,5 @@
 """Comparison of a model of ours with what a class of transformers computes, by settings, so that export loses nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """Falcon-H1 (arXiv:2507.22448) as transformers' FalconH1ForCausalLM: attention and Mamba-2 side by side in every layer, and factors
 of what each part reads and gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import FalconH1Config

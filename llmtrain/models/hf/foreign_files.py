@@ -1,7 +1,5 @@
 """Files that others wrote, read by torch or transformers: the reason why one cannot be. No torch here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

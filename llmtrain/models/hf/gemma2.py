@@ -1,8 +1,6 @@
 """Gemma 2 (arXiv:2408.00118) as transformers' Gemma2ForCausalLM: norms on both sides of a branch, soft caps, a window in every
 second layer, embeddings times sqrt(d_model), a GELU gate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Gemma2Config

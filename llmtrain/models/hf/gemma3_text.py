@@ -1,8 +1,6 @@
 """Gemma 3's text models (arXiv:2503.19786) as transformers' Gemma3ForCausalLM: Gemma 2 with norms of queries and keys, and other
 rotary positions in layers with a window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Gemma3TextConfig

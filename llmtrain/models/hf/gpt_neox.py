@@ -1,8 +1,6 @@
 """GPT-NeoX and Pythia (arXiv:2204.06745, arXiv:2304.01373) as transformers' GPTNeoXForCausalLM: attention and MLP side by side,
 LayerNorm and biases, heads that are rotated in part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GPTNeoXConfig

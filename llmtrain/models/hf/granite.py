@@ -1,7 +1,5 @@
 """Granite 3 (IBM) as transformers' GraniteForCausalLM: Llama with factors of embeddings, scores, branches, logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GraniteConfig

@@ -1,7 +1,5 @@
 """Llama (Touvron et al., arXiv:2307.09288; Llama 3, arXiv:2407.21783) as transformers' LlamaForCausalLM."""
 
-from __future__ import annotations
-
 from transformers import LlamaConfig
 
 from llmtrain.models.hf.decoder import Decoder

@@ -1,7 +1,5 @@
 """Mamba-2 (Dao & Gu, arXiv:2405.21060) as transformers' Mamba2ForCausalLM, and as mamba_ssm publishes it (read only)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Mistral (Jiang et al., arXiv:2310.06825) as transformers' MistralForCausalLM: Llama with a window in every layer, or none."""
 
-from __future__ import annotations
-
 from transformers import MistralConfig
 
 from llmtrain.models.hf.decoder import Decoder

@@ -1,7 +1,5 @@
 """MPT (MosaicML's LLM Foundry) as transformers' MptForCausalLM: ALiBi, LayerNorm, GELU, and no bias anywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

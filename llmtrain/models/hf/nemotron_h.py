@@ -1,8 +1,6 @@
 """Nemotron-H (arXiv:2504.03624) as transformers' NemotronHForCausalLM: Mamba-2 and attention without positions, some of them
 with an MLP behind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo 2 (arXiv:2501.00656) as transformers' Olmo2ForCausalLM: norms of what mixer and MLP add, and of whole queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Olmo2Config

@@ -1,7 +1,5 @@
 """OLMo 3 (arXiv:2512.13961) as transformers' Olmo3ForCausalLM: OLMo 2 with a window in most layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Olmo3Config

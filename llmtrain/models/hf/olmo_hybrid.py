@@ -1,8 +1,6 @@
 """OLMo Hybrid as transformers' OlmoHybridForCausalLM: OLMo 3's attention, with or without positions, among Gated DeltaNet layers
 whose norms come first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reasons why a model of a type that no family reads cannot be expressed here, by the keys of its config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

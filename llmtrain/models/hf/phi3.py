@@ -1,8 +1,6 @@
 """Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905) as transformers' Phi3ForCausalLM: Llama with fused projections, and
 heads that are rotated in part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Phi3Config

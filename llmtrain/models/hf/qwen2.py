@@ -1,8 +1,6 @@
 """Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115) as transformers' Qwen2ForCausalLM: Llama with biases on q, k and v,
 and a window in some layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen2Config

@@ -1,7 +1,5 @@
 """Qwen3 (arXiv:2505.09388) as transformers' Qwen3ForCausalLM: queries and keys with a norm per head, and biases if wanted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen3Config

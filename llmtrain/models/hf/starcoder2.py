@@ -1,7 +1,5 @@
 """StarCoder2 (arXiv:2402.19173) as transformers' Starcoder2ForCausalLM: LayerNorm, a GELU MLP, and biases everywhere or nowhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Starcoder2Config

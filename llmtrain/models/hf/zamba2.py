@@ -5,8 +5,6 @@ With tie_word_embeddings: false, transformers 5 (5.23) unties the shared blocks 
 a block of its own. Files in which these are equal are read; none is written where a block has several uses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

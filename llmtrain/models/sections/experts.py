@@ -1,7 +1,5 @@
 """The section of a feed-forward layer of experts. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """The base of the sections of feed-forward layers: what the program asks of one before torch is imported."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """Checkpoints at intervals, after the last step, and at SIGTERM or Ctrl-C."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Changes and measurements of layers once per step: LayerPart.after_step and LayerPart.metrics."""
 
-from __future__ import annotations
-
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger

@@ -1,7 +1,5 @@
 """Profiles some steps of a run: a trace for Perfetto, a memory snapshot, and a table of where the time goes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

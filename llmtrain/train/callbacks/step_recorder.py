@@ -1,7 +1,5 @@
 """Steps recorded by PyTorch's profiler, with what `breakdown` needs to know about them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings

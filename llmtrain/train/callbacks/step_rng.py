@@ -1,7 +1,5 @@
 """Dropout as a function of (seed, step, rank)."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Metrics of what a step's time goes into, from a step now and then."""
 
-from __future__ import annotations
-
 import torch
 from composer.core import State
 from composer.loggers import Logger

@@ -1,7 +1,5 @@
 """Tokens per second, MFU and HFU."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -17,6 +15,9 @@ from llmtrain.flops.peaks import Peak, dense_peak, find_device
 from llmtrain.logs import run_log
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import TrainConfig
+
+_SLOWER, _SETTLED = 1.25, 5
+"""Until so many steps count, one that takes so many times the seconds a token of a later one is dropped."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def _peak(config: TrainConfig, device: torch.device) -> Peak:
 class Throughput(Callback):
     """Measures from the request for a batch to the end of its step, over the last `window` steps.
 
-    Validation and checkpoints are not counted; data loading is. The first step (compilation, allocation) is left out.
+    Validation and checkpoints are not counted; data loading is. The first step (compilation, allocation) is left out, and those
+    after it that take longer than what follows: they compile more, or record CUDA graphs. evaluation_share and save_share are
+    parts of the time since the first step, and seconds_left takes both to go on so.
     Says once why there is no MFU, and once that one is above 100 %.
     """
 
@@ -74,8 +77,10 @@ class Throughput(Callback):
         self._start: float | None = None
         self._data_wait = 0.0
         self._tokens = 0
-        self._warm = False
+        self._warm = self._settled = False
         self._told = False
+        self._first = self._step_end = self._evaluated = 0.0
+        self._evaluation = self._saves = 0.0
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.cost.peak.flops is None and torch.cuda.is_available():
@@ -83,6 +88,8 @@ class Throughput(Callback):
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._start = time.perf_counter()
+        if self._warm:
+            self._saves += self._start - self._evaluated
         self._tokens = state.timestamp.token.value
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
@@ -93,10 +100,14 @@ class Throughput(Callback):
         assert self._start is not None
         seconds = time.perf_counter() - self._start
         tokens = state.timestamp.token.value - self._tokens
+        self._step_end = self._evaluated = time.perf_counter()
         if not self._warm:
-            self._warm = True
+            self._warm, self._first = True, self._step_end
             return
+        while not self._settled and self.steps and self.steps[0][0] * tokens > _SLOWER * seconds * self.steps[0][1]:
+            self.steps.popleft()
         self.steps.append((seconds, tokens))
+        self._settled = self._settled or len(self.steps) == _SETTLED
         rate = sum(tokens for _, tokens in self.steps) / sum(seconds for seconds, _ in self.steps)
         per_device = rate / dist.get_world_size()
         metrics = {
@@ -115,7 +126,23 @@ class Throughput(Callback):
             metrics["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["memory/allocated_gib"] = torch.cuda.memory_allocated() / 2**30
             metrics["memory/reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+        since = self._step_end - self._first
+        metrics["throughput/evaluation_share"] = self._evaluation / since
+        metrics["throughput/save_share"] = self._saves / since
+        if state.max_duration is not None:
+            left = (
+                (state.max_duration.value - state.timestamp.batch.value)
+                * sum(one for one, _ in self.steps)
+                / len(self.steps)
+            )
+            metrics["throughput/seconds_left"] = left / max(1 - (self._evaluation + self._saves) / since, 0.01)
         logger.log_metrics(metrics)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """What comes between the end of a step and this is evaluation, and between this and the next step the save."""
+        self._evaluated = time.perf_counter()
+        if self._warm:
+            self._evaluation += self._evaluated - self._step_end
 
     def _tell_excess(self, metrics: dict[str, float]) -> None:
         """Foundry's squares can exceed 100 % over long sequences where kernels compute half of them; the others cannot."""

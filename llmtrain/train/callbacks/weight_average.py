@@ -1,7 +1,5 @@
 """The moving average of the weights (train.ema), kept beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIGTERM before and after the steps of a run, when there is nothing to save: status 143 at once. No torch here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The message for a user whose GPU ran out of memory."""
 
-from __future__ import annotations
-
 import torch
 
 from llmtrain.errors import UserError

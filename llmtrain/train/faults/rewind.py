@@ -1,7 +1,5 @@
 """Back to the last checkpoint after a spike, and on from its step with the data behind the spike (train.spike.action: rewind)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from composer.core import State

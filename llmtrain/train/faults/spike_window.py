@@ -1,7 +1,5 @@
 """Losses and gradient norms of the last steps, and whether another step's are a spike (OLMo-core's SkipStepOptimizer)."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW: PyTorch's own, on this rank's shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Copies run on streams of their own: while some parameters are stepped, the state
 goes. The arithmetic is the device's, so that nothing changes but where the state waits; checkpoints are the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator

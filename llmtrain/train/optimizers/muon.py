@@ -109,10 +109,7 @@ class Muon(AdamWBesideMatrices):
 
 
 def by_owners(
-    shape: Sequence[int],
-    shards: Sequence[Tensor],
-    compute: Callable[[Tensor], Tensor],
-    ranks: dist.ProcessGroup | None,
+    shape: Sequence[int], shards: Sequence[Tensor], compute: Callable[[Tensor], Tensor], ranks: dist.ProcessGroup | None
 ) -> list[Tensor]:
     """compute of matrices of one shape, [n, rows, columns] -> the same, each matrix by one rank, as shards again.
 

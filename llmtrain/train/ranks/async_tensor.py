@@ -5,8 +5,6 @@ operator of PyTorch's symmetric memory: a rank multiplies the tokens that have c
 compiled layers alone, and the embedding, the head and the loss exchange as before.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 

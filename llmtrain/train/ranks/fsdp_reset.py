@@ -1,7 +1,5 @@
 """Return of FSDP2 to its idle state after an exception in a forward or backward pass, which torch 2.11 has no function for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

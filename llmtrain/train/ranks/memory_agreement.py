@@ -5,8 +5,6 @@ process group times out. Here all ranks first exchange a flag in host memory, so
 not join. That costs a round trip of the host for each: it is for trials.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

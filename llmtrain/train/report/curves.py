@@ -1,7 +1,5 @@
 """Metrics over steps, as RUN/metrics.jsonl holds them, and a smoothed curve through them. No torch here."""
 
-from __future__ import annotations
-
 import io
 from array import array
 from collections.abc import Callable, Iterable

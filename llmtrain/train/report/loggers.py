@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from llmtrain.config.held_folder import make_folder, require_in_place
 from llmtrain.config.output_folder import replace_file
@@ -149,20 +150,16 @@ class ProgressLogger(LoggerDestination):
         self.between = seconds_between_lines
         self.metrics: dict[str, float] = {}
         self.last_line = 0.0
-        self.began: tuple[float, int] | None = None
         self.progress = None
         if bar and sys.stdout.isatty():
             columns = (
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
-                TextColumn("left"),
             )
-            self.progress = Progress(*columns, console=Console(), speed_estimate_period=300)
+            self.progress = Progress(*columns, console=Console())
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.began = (time.perf_counter(), state.timestamp.batch.value)
         if self.progress:
             self.progress.start()
             self.task = self.progress.add_task("", total=self.total, completed=state.timestamp.batch.value, text="")
@@ -176,7 +173,7 @@ class ProgressLogger(LoggerDestination):
             self.progress.update(self.task, completed=step, text=self._text())
         elif step in (1, self.total) or time.perf_counter() - self.last_line >= self.between:
             self.last_line = time.perf_counter()
-            run_log.info(f"step {step}/{self.total}  {self._text()}  {self._time_left(step)}")
+            run_log.info(f"step {step}/{self.total}  {self._text()}")
 
     def eval_end(self, state: State, logger: Logger) -> None:
         loss = self.metrics.get(VALIDATION_LOSS)
@@ -210,14 +207,11 @@ class ProgressLogger(LoggerDestination):
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:
             parts.append(f"MFU {100 * self.metrics['throughput/mfu_foundry']:.1f} %")
+        shares = {name: self.metrics.get(f"throughput/{name}_share", 0.0) for name in ("evaluation", "save")}
+        parts += [f"{name} {100 * part:.0f} % of the time" for name, part in shares.items() if part >= 0.005]
+        if (left := self.metrics.get("throughput/seconds_left")) is not None:
+            parts.append(f"{timedelta(seconds=round(left))} left")
         return "  ".join(parts)
-
-    def _time_left(self, step: int) -> str:
-        assert self.began is not None
-        began, first = self.began
-        left = (time.perf_counter() - began) / max(step - first, 1) * (self.total - step)
-        hours, minutes, seconds = int(left // 3600), int(left % 3600 // 60), int(left % 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d} left"
 
 
 def build_loggers(config: Config, folder: Path, total_steps: int) -> list[LoggerDestination]:

@@ -1,7 +1,5 @@
 """RUN/loss.png: training and validation loss over steps, redrawn while a run trains."""
 
-from __future__ import annotations
-
 import io
 import threading
 import time

@@ -1,7 +1,5 @@
 """One metric of several runs, over tokens or steps: read, as a table, as a picture. No torch here."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence

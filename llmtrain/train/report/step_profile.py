@@ -1,7 +1,5 @@
 """Time of profiled steps by what it went into, from the spans that PyTorch's profiler recorded. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

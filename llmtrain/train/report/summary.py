@@ -1,7 +1,5 @@
 """The report of a finished run: loss, bits per byte beside simple baselines, a plot, a sample, and what to run next."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Products by our casts: the numbers that torchao's own products give, with the reference in place of the kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from typing import Any

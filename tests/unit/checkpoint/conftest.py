@@ -1,7 +1,5 @@
 """One S3 server for these tests, and a place of its own for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

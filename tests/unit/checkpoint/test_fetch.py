@@ -1,7 +1,5 @@
 """The newest checkpoint of a store before a run starts: what is there and not good ends the start."""
 
-from __future__ import annotations
-
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A folder counts as a checkpoint only if its manifest says so and every file is as the manifest says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -33,8 +31,7 @@ def make(root: Path, step: int, save_id: str = SAVE) -> Path:
     notes: FileRecord = {"bytes": 10240, "xxh3_128": manifests.hash_file(folder / "__0_0.distcp")}
     files = {"__0_0.distcp": notes, "tensors.safetensors": shard.record}
     manifests.write(
-        folder,
-        Manifest(save_id=save_id, step=step, tokens=8, config={}, clock={}, data={}, versions={}, files=files),
+        folder, Manifest(save_id=save_id, step=step, tokens=8, config={}, clock={}, data={}, versions={}, files=files)
     )
     return folder
 

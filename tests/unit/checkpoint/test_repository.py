@@ -1,7 +1,5 @@
 """Folders that are replaced, deleted and found again after a kill at any moment between two system calls."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

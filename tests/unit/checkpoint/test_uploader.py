@@ -1,7 +1,5 @@
 """Uploading beside training: newest first, never in its way, and what the store keeps."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

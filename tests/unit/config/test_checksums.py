@@ -48,8 +48,4 @@ def test_names_damaged_and_cut_lines_and_returns_the_others(tmp_path):
     path.write_bytes(b'{"n": -1}\n' + b"".join(lines) + b'{"n": 9}\n' + lines[0][:9])
     found = checksums.read_records(path)
     assert [record["n"] for record in found.records] == [-1, 0, 2, 3, 4]
-    assert found.damaged == {
-        3: "is not what was written (its xxh3_128 differs)",
-        7: "has no xxh3_128",
-        8: "is no JSON",
-    }
+    assert found.damaged == {3: "is not what was written (its xxh3_128 differs)", 7: "has no xxh3_128", 8: "is no JSON"}

@@ -13,11 +13,7 @@ from llmtrain.config.locks import locked, private_folder
 def test_a_lock_of_another_is_named_and_waited_for_no_longer_than_patience(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(locks, "_SILENT_SECONDS", 0.05)
     caplog.set_level("INFO", "llmtrain")
-    with (
-        FileLock(tmp_path / "lock"),
-        pytest.raises(Timeout),
-        locked(tmp_path / "lock", "makes a table", patience=0.1),
-    ):
+    with FileLock(tmp_path / "lock"), pytest.raises(Timeout), locked(tmp_path / "lock", "makes a table", patience=0.1):
         pass
     assert f"another process makes a table: waiting for it to end ({tmp_path / 'lock'} is locked)" in caplog.text
 

@@ -1,7 +1,5 @@
 """Files written piece by piece are files of the safetensors library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors import safe_open

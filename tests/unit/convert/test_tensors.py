@@ -1,7 +1,5 @@
 """A checkpoint's tensors, written and read in pieces, are what was saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small corpora, made afresh for every test."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inputs as the world has them: each is read exactly, or set aside by name; nothing else is lost or changed."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """A run reads on, and nothing wrong, while its store is slow, fails, cuts answers off and serves a corrupt shard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

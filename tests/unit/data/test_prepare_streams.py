@@ -1,7 +1,5 @@
 """One folder for each stream of a mixture, and the settings that train on them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher of local ranks, with plain programs in the place of ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

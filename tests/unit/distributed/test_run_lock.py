@@ -1,7 +1,5 @@
 """The lock of a run's folder: who holds it, when a lock is stale, and that one of many starts gets it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -23,10 +23,7 @@ def test_frozen_weights_save_exactly_the_weight_gradients():
 
 @pytest.mark.parametrize(
     ("params", "n_layers", "d_model", "tokens_per_second_per_gpu", "published"),
-    [
-        (1_315_950_592, 24, 2048, 45_455, 0.4182),
-        (6_658_859_008, 32, 4096, 10_643, 0.4644),
-    ],
+    [(1_315_950_592, 24, 2048, 45_455, 0.4182), (6_658_859_008, 32, 4096, 10_643, 0.4644)],
 )
 def test_llm_foundrys_published_mfu(params, n_layers, d_model, tokens_per_second_per_gpu, published):
     """LLM Foundry, scripts/train/benchmarking/README.md: MPT-1B and MPT-7B, 8 H100 SXM, sequence 2048."""

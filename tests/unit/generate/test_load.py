@@ -12,12 +12,7 @@ def manifest(model: dict) -> Manifest:
     return Manifest(save_id="a", step=1, tokens=1, config={"model": model}, clock={}, data={}, versions={}, files={})
 
 
-MODEL = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "blocks": {"x": {"type": "attention", "n_heads": 2}},
-    "layers": "x",
-}
+MODEL = {"vocab_size": 64, "d_model": 32, "blocks": {"x": {"type": "attention", "n_heads": 2}}, "layers": "x"}
 
 
 def test_the_model_section_of_a_checkpoint():

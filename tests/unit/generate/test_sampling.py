@@ -1,17 +1,10 @@
 """Drawing tokens: the rules of transformers, and draws that depend on the row alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from llmtrain.generate.sampling import Sampler, Sampling, probabilities, sample_inverse_cdf
 

@@ -1,7 +1,5 @@
 """Text comes out whole: characters, stop strings, word starts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -70,8 +68,7 @@ def test_what_may_become_a_stop_string_is_not_shown_yet(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("bos", "begins", "first"),
-    [(True, None, "bos"), (True, (), None), (False, None, None), (False, (7,), 7)],
+    ("bos", "begins", "first"), [(True, None, "bos"), (True, (), None), (False, None, None), (False, (7,), 7)]
 )
 def test_a_prompt_begins_as_texts_did_in_training(bos, begins, first):
     """By the post-processor of tokenizer.json (Llama 3's kind), or as a run's data was made."""

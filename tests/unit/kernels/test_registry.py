@@ -180,10 +180,9 @@ SPECS: dict[registry.Operation, registry.Spec] = {
 @pytest.mark.parametrize("where", [CPU, H200, A100, MI300X])
 def test_every_operation_serves_everywhere(where):
     assert registry.resolve("ssd", "auto", SPECS["ssd"], where).name == ("reference" if where is CPU else "triton")
-    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == {
-        "cpu": "aten",
-        "sm90": "triton",
-    }.get(where.arch, "reference")
+    assert registry.resolve("conv1d", "auto", SPECS["conv1d"], where).name == {"cpu": "aten", "sm90": "triton"}.get(
+        where.arch, "reference"
+    )
     for operation in registry.OPERATIONS:
         reasons = {row.backend: row.reason for row in registry.table(operation, SPECS[operation], where)}
         assert reasons["reference"] is None

@@ -1,7 +1,5 @@
 """Losses that arise inside layers, and sums over a step, with layers of experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

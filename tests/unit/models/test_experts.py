@@ -1,7 +1,5 @@
 """Experts and their routers against plain loops over tokens, and what bad settings get."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The linear layers that compute in float8, and the reasons of the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The geometry of sequences that ranks share, without ranks."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

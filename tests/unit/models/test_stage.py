@@ -1,7 +1,5 @@
 """HybridLM.stage: stages, one after another, are the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A window as long as the model's sequences: nothing is hidden, so kernels of plain attention serve; beyond them it holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

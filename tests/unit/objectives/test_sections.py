@@ -1,7 +1,5 @@
 """The `objective` section: names alone, its union, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmtrain.config.report import ConfigError

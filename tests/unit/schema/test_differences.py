@@ -1,7 +1,5 @@
 """Settings that may change, and that must not, when a run is resumed."""
 
-from __future__ import annotations
-
 import copy
 import json
 

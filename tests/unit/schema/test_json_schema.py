@@ -1,7 +1,5 @@
 """The JSON schema for editors, and the YAMLs that name it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jsonschema

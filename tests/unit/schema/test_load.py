@@ -1,7 +1,5 @@
 """Reading a YAML: scalars, interpolation, overrides, and what is reported when something is wrong."""
 
-from __future__ import annotations
-
 import re
 import sys
 

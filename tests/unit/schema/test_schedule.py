@@ -1,7 +1,5 @@
 """The learning rate at the landmarks of every schedule, what a schedule says of itself, and lengths that make none."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """AdamW with moments in 8 bits: what the codes keep, and how near its steps come to AdamW's."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Microbatches, and how many labels each has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -19,13 +19,21 @@ from llmtrain.flops.peaks import Peak
 from llmtrain.train.callbacks import throughput
 from llmtrain.train.callbacks.step_rng import StepRNG, step_seed
 from llmtrain.train.callbacks.throughput import Throughput, TokenCost
-from llmtrain.train.report.loggers import JSONLLogger, StepLogger, TensorBoardLogger, WandbLogger, read_metrics
+from llmtrain.train.report.loggers import (
+    JSONLLogger,
+    ProgressLogger,
+    StepLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    read_metrics,
+)
 from tests.support.tiny import tiny_config
 
 
 def state(step: int = 0, tokens: int = 0) -> Any:
     return SimpleNamespace(
-        timestamp=SimpleNamespace(batch=SimpleNamespace(value=step), token=SimpleNamespace(value=tokens))
+        timestamp=SimpleNamespace(batch=SimpleNamespace(value=step), token=SimpleNamespace(value=tokens)),
+        max_duration=SimpleNamespace(value=100),
     )
 
 
@@ -88,6 +96,45 @@ def test_throughput_is_a_mean_over_the_window_without_the_first_step(clock):
     assert logged["throughput/mfu_foundry"] == pytest.approx(500 * 6e9 / 1e13)
     assert logged["throughput/mfu_causal"] == pytest.approx(500 * 5e9 / 1e13)
     assert logged["throughput/hfu"] == pytest.approx(500 * 7e9 / 1e13)
+
+
+def test_a_step_that_records_graphs_does_not_count_once_the_next_is_there(clock):
+    cost = TokenCost(foundry=6e9, causal=5e9, hardware=7e9, peak=Peak(1e13, ""))
+    logged = run_steps(Throughput(cost), clock, [(50.0, 1000), (9.0, 1000), (3.0, 1000), (1.0, 1000), (1.1, 1000)])
+    assert logged["throughput/tokens_per_second"] == pytest.approx(2000 / 2.1)
+    assert logged["throughput/seconds_left"] == pytest.approx(95 * 1.05)
+    later = [(50.0, 1000), *[(1.0, 1000)] * 5, (9.0, 1000), (1.0, 1000)]
+    assert run_steps(Throughput(cost), clock, later)["throughput/tokens_per_second"] == pytest.approx(7000 / 15)
+
+
+def test_evaluation_and_saves_have_shares_of_the_time_which_what_is_left_contains(clock):
+    callback, logged = Throughput(TokenCost(6e9, 5e9, 7e9, peak=Peak(None, ""))), Collector()
+    for number in range(5):
+        callback.before_dataloader(state(number, 10 * number), logged)  # type: ignore[arg-type]
+        callback.after_dataloader(state(number, 10 * number), logged)  # type: ignore[arg-type]
+        clock.seconds += 2.0 if number else 70.0
+        callback.batch_end(state(number + 1, 10 * number + 10), logged)  # type: ignore[arg-type]
+        clock.seconds += 1.5
+        callback.batch_checkpoint(state(number + 1), logged)  # type: ignore[arg-type]
+        clock.seconds += 0.5
+    # After the first step: four steps, evaluations and saves; 95 steps are left, of four seconds with theirs.
+    assert logged.metrics["throughput/evaluation_share"] == pytest.approx(6 / 16)
+    assert logged.metrics["throughput/save_share"] == pytest.approx(2 / 16)
+    assert logged.metrics["throughput/seconds_left"] == pytest.approx(95 * 4)
+
+
+def test_progress_has_no_time_left_before_a_step_that_does_not_compile(capsys):
+    progress = ProgressLogger(400, bar=False, seconds_between_lines=0.0)
+    progress.log_metrics({"loss/train/cross_entropy": 8.0})
+    progress.batch_end(state(1), SimpleNamespace())  # type: ignore[arg-type]
+    progress.log_metrics(
+        {"throughput/seconds_left": 125.4, "throughput/evaluation_share": 0.12, "throughput/save_share": 0.0}
+    )
+    progress.batch_end(state(2), SimpleNamespace())  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/400  loss 8.0000",
+        "step 2/400  loss 8.0000  evaluation 12 % of the time  0:02:05 left",
+    ]
 
 
 def test_an_unknown_device_has_no_mfu(clock):

@@ -1,7 +1,5 @@
 """train.environment: which variables a rank sets, and when."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -39,10 +37,7 @@ def test_what_the_process_has_stays_and_is_reported():
     config = Environment(variables={"NCCL_DEBUG": "INFO", "NCCL_CROSS_NIC": 1, "NCCL_ALGO": "Ring"})
     lines = apply_environment(config, "nvidia", "run", has)
     assert has == {"NCCL_DEBUG": "WARN", "NCCL_CROSS_NIC": "1", "HOME": "/home", "NCCL_ALGO": "Ring"}
-    assert lines == [
-        "environment: NCCL_DEBUG=WARN, as the process has it, and not INFO",
-        "environment: NCCL_ALGO=Ring",
-    ]
+    assert lines == ["environment: NCCL_DEBUG=WARN, as the process has it, and not INFO", "environment: NCCL_ALGO=Ring"]
 
 
 @pytest.mark.parametrize(("mode", "tuning"), [("tune", "1"), ("use", "0")])

@@ -1,7 +1,5 @@
 """What a run of another length says of the learning rate, and the commands that a finished run suggests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

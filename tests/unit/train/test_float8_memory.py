@@ -1,7 +1,5 @@
 """What a compiled layer in float8 keeps for its backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

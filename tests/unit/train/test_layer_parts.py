@@ -1,7 +1,5 @@
 """LayerPart.metrics and after_step in training, and a report that fails behind it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a config asks for and a machine does not have is found before data are prepared."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The search for the size of a microbatch, with a made-up GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

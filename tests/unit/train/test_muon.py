@@ -1,7 +1,5 @@
 """Muon on one rank: which parameters it takes, and the numbers of its steps."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weight decay and learning rate by parameter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

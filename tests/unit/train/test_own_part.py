@@ -1,7 +1,5 @@
 """A rank's part of a batch whose sequences ranks share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

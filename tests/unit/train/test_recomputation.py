@@ -1,7 +1,5 @@
 """What activation checkpointing keeps of every kind of layer, and FLOPs of what it computes again beside those that HFU counts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What may differ when a run is resumed: of data.mixture, what comes behind the samples that were read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of a step from what PyTorch's profiler recorded on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

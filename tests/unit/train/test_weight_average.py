@@ -1,7 +1,5 @@
 """The moving average of the weights, by its formula."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """One rank: how it ends."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints over HTTP to an S3 server and back, through a proxy that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -92,8 +92,8 @@ def test_wrong_types_are_errors_all_at_once(tmp_path):
 
 
 def test_another_loader_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no loader of pretraining data"):
-        migrated(tmp_path, {"train_loader.name": "finetuning"})
+    with pytest.raises(ConfigError, match="is no loader that llmtrain has"):
+        migrated(tmp_path, {"train_loader.name": "denoising"})
 
 
 @pytest.mark.parametrize(

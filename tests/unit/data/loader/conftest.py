@@ -1,7 +1,5 @@
 """Configs over small shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """data.mixture: what it may say, and what a run is told about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

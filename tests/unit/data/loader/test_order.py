@@ -1,7 +1,5 @@
 """The seekable order: every sample once an epoch, any position at once, near samples from near shards, mixtures as told."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The order of a run, computed from its config, is the one in which the loader gives samples."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

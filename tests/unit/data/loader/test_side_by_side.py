@@ -1,7 +1,5 @@
 """Jobs and ranks of one machine read side by side, started at once, killed, resumed: none fails, hangs or leaves anything."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -155,8 +153,7 @@ def read_resumed(config: DataConfig, rank: int, ranks: int, steps: list[int], to
 
 
 @pytest.mark.parametrize(
-    ("ranks", "resumes"),
-    [(4, 12), (8, 6), *(pytest.param(ranks, 200, marks=pytest.mark.slow) for ranks in (4, 8))],
+    ("ranks", "resumes"), [(4, 12), (8, 6), *(pytest.param(ranks, 200, marks=pytest.mark.slow) for ranks in (4, 8))]
 )
 def test_ranks_that_resume_together_never_wait_for_one_another(tmp_path, write_shards, ranks, resumes):
     folder = write_shards(tmp_path / "a", SAMPLES)

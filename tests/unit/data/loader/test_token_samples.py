@@ -1,7 +1,5 @@
 """Shards that are damaged, missing, foreign, cached, or removed again while they are read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

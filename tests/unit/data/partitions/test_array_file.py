@@ -1,7 +1,5 @@
 """Files of arrays are read as they were written, and damage to them is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

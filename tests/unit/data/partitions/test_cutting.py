@@ -1,7 +1,5 @@
 """Partitions: the same folder whatever made them, in whatever order, after whatever went wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Exact duplicates: the first document in the order of the sources stays, whatever the partitions, processes and parts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

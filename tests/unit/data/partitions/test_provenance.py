@@ -1,7 +1,5 @@
 """The documents behind each sample: the file and the line that its tokens were made from, wherever partitions are cut."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """`engine: ray`: the folder that processes of one machine make, also where a worker of the cluster is killed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

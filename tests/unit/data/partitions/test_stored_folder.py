@@ -1,7 +1,5 @@
 """A prepared folder in a store: made by several machines, which share nothing else, it is what one makes on its disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Worker processes: killed at any moment they leave an error behind and nobody waiting, and end with whoever started them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

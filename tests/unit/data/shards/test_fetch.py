@@ -1,7 +1,5 @@
 """Shards are brought into a folder whole and as their index says, whatever the store does on the way."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """Shards of others: an index cannot run code, nor reach outside of its folder, nor hang what reads it."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -143,11 +141,7 @@ def entry(name: str, hashes: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("hashes", "fastest"),
-    [
-        ([["sha1", "xxh64"]], "xxh64"),
-        ([["md5", "sha1"], ["sha1"]], "sha1"),
-        ([["of-tomorrow", "shake_128"]], None),
-    ],
+    [([["sha1", "xxh64"]], "xxh64"), ([["md5", "sha1"], ["sha1"]], "sha1"), ([["of-tomorrow", "shake_128"]], None)],
 )
 def test_the_fastest_hash_is_taken(tmp_path, hashes, fastest):
     content = ShardTable.build([entry(str(number), one) for number, one in enumerate(hashes)], "")

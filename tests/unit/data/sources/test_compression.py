@@ -1,7 +1,5 @@
 """Reading of .zst files: whole, cut short, damaged, and of a size that has nothing to do with that of the file."""
 
-from __future__ import annotations
-
 import io
 import random
 from typing import Any

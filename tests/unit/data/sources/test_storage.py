@@ -1,7 +1,5 @@
 """Sources in an S3-compatible store, read by ranges, from a server on this machine."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

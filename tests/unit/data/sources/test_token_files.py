@@ -1,7 +1,5 @@
 """Token files of Megatron, datatrove and OLMo, written here from their formats' definitions: every document comes back as it is."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

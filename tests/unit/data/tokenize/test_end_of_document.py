@@ -1,7 +1,5 @@
 """Batches in which documents are kept apart, and where the token that ends them is found."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Engines that tokenize: whatever an engine does not do exactly as `tokenizers`, it refuses, or is found out."""
 
-from __future__ import annotations
-
 import json
 import random
 

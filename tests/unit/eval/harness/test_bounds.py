@@ -1,7 +1,5 @@
 """Task files that would not end, or that reach further than their data: each is bounded, and says why."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -84,12 +84,7 @@ def test_mistakes_are_reported_at_once(tmp_path):
             categories={"first": [twice, twice], "second": [twice]},
             averages={"first": ["first"], "all": ["frist"]},
         )
-    for line in (
-        "needs subtract_baseline",
-        "is there twice with 0 shots",
-        "did you mean first?",
-        "of a category too",
-    ):
+    for line in ("needs subtract_baseline", "is there twice with 0 shots", "did you mean first?", "of a category too"):
         assert line in str(raised.value), line
 
 

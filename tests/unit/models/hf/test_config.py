@@ -206,11 +206,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (published.ZAMBA2_7B, {"mamba_headdim": 32}, "n_mamba_heads"),
         (published.ZAMBA2_1_2B, {"num_key_value_heads": 8}, "use_shared_attention_adapter"),
         (published.LLAMA_2_7B, {"model_type": None}, "config.json has no model_type; there is "),
-        (
-            published.LLAMA_2_7B,
-            {"model_type": "gpt2"},
-            "'gpt2'; .*; there is bamba, falcon_h1, gemma2, ",
-        ),
+        (published.LLAMA_2_7B, {"model_type": "gpt2"}, "'gpt2'; .*; there is bamba, falcon_h1, gemma2, "),
         (
             published.LLAMA_2_7B,
             {"model_type": "x", "num_local_experts": 8},

@@ -1,7 +1,5 @@
 """SIGTERM while a run starts: status 143 at once, whatever the process is doing, and the run's folder is free."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

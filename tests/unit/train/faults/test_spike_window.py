@@ -1,7 +1,5 @@
 """The window of train.spike: what counts as a spike, and that a restored one goes on as it would have."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Whether a run takes CUDA graphs, and what a failed attempt leaves. The graphs themselves: tests/gpu/test_cuda_graphs.py."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

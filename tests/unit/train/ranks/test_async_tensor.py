@@ -1,7 +1,5 @@
 """Whether tensor-parallel ranks overlap collectives with products. The graphs: tests/distributed/test_async_tensor.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

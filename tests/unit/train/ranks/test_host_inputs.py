@@ -1,7 +1,5 @@
 """Inputs of recomputed layers in host memory: the same gradients, nothing else moved, and nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

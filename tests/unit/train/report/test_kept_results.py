@@ -1,7 +1,5 @@
 """Results that a run keeps of its evaluations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

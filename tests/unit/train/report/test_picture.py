@@ -1,7 +1,5 @@
 """RUN/loss.png and its smoothed curve."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -78,10 +76,7 @@ def plotted(monkeypatch) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def test_the_picture_has_a_curve_of_everything(tmp_path):
-    log(
-        tmp_path,
-        [{"step": step, TRAINING: 5 / step} for step in range(1, 30)] + [{"step": 30, VALIDATION: 1.5}],
-    )
+    log(tmp_path, [{"step": step, TRAINING: 5 / step} for step in range(1, 30)] + [{"step": 30, VALIDATION: 1.5}])
     drawn = plot_loss(tmp_path)
     assert drawn is not None and drawn == tmp_path / "loss.png"
     assert [path.name for path in tmp_path.glob("*png*")] == ["loss.png"]
