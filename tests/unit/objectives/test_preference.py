@@ -167,6 +167,8 @@ def test_microbatches_of_unequal_tokens_make_the_step_of_the_whole(model: Causal
     assert divided == pytest.approx(whole, abs=1e-10)
     torch.testing.assert_close(sum_of_parts, gradient, rtol=0, atol=1e-12)
     assert gradient.abs().max() > 1e-4
+    trained = int((batch["labels"] != IGNORE).sum()) if "kto" not in losses else sum(CHOSEN)
+    assert whole["tokens/trained"] == pytest.approx(trained)
 
 
 def test_validation_is_a_mean_over_pairs(model: CausalLM):
