@@ -1,7 +1,5 @@
 """Our Linear with torchao's float8 products. Importing this file needs torchao."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from typing import Any
@@ -46,4 +44,5 @@ def convert_linears(
     for parent, name, linear in parents:
         converted: Any = getattr(parent, name)
         converted.__class__ = kind  # torchao's conversion makes no other class than its own
-        converted.residual, converted.parts = linear.residual, linear.parts
+        for name in ("residual", "parts", "names", "whole", "summing"):
+            setattr(converted, name, getattr(linear, name))

@@ -32,6 +32,7 @@ from llmtrain.train.callbacks.throughput import Throughput
 from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
+from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
@@ -99,8 +100,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         require_same_run(config, resumed)
     with start_phase("weights"):
         loaders = {"train": loader, "validation": validation.loader}
-        add_reference(training, loaders, world, lambda: set_weights(training, None))
-        beneath = set_weights(training, resumed)
+        add_reference(training, loaders, world, lambda: set_weights(training, None, device))
+        beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""
@@ -110,12 +111,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
-    stability = Stability(
-        config.train,
-        training.spikes,
-        ranks and TensorGradients(model.hybrid, ranks),
-        rewind and rewind.ask,
-    )
+    gradients = ranks and TensorGradients(model.hybrid, ranks)
+    stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
     with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -132,6 +129,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             device_train_microbatch_size=training.config.train.microbatch_size,
             callbacks=[
                 StartReport(folder, world.is_main),
+                Watchdog(folder, world),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
                 *layer_parts(model.hybrid, stability),

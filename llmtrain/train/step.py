@@ -4,8 +4,6 @@ batch -> this rank's part -> microbatches -> losses, each weighted by its share 
 or CUDA graphs add up and reduce. Clipping, the decision to take the step, and the optimizer come after it (trainer.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +52,8 @@ class GradientSync:
         self.model = model
         every_microbatch = sharding.sync_every_microbatch
         if every_microbatch is None:
-            every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
+            trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            every_microbatch = trained.device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
         self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
 

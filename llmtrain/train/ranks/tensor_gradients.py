@@ -25,7 +25,11 @@ class TensorGradients:
     def __init__(self, model: HybridLM, ranks: TensorRanks):
         self.ranks = ranks
         slices = slices_of(model)
-        self.parameters = [(parameter, slices.get(clean_name(name))) for name, parameter in model.named_parameters()]
+        self.parameters = [
+            (parameter, slices.get(clean_name(name)))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _held(self) -> Iterator[tuple[Tensor, int]]:
         """Every part of a gradient that this rank has, and how many ranks of its group have the same."""
@@ -85,7 +89,8 @@ def _clip(gradients: list[Tensor], squares: Tensor, parameter: nn.Parameter, max
     dist.all_reduce(squares)
     norm = (squares / _replicas(parameter)).sqrt()
     if gradients and math.isfinite(max_norm):
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        # A norm of NaN leaves them as they are, so that the parameters with NaN can be named.
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).nan_to_num(nan=1.0).clamp(max=1.0))
     return norm
 
 
