@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from llmtrain.adapt.nf4 import quantise
 from llmtrain.kernels.platform import Platform, cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.parameters import parameter_info
 from llmtrain.schema.adapt import AdaptConfig
 
 
@@ -30,9 +33,22 @@ class Converter(ABC):
         Raises UserError for what it cannot do here.
         """
 
+    def begin(self, model: HybridLM) -> None:  # noqa: B027 (most have nothing to set)
+        """Set what was added by weights that were loaded beneath it, in a run that begins. Every rank calls it."""
+
+    def finish(self, model: HybridLM, device: torch.device) -> None:  # noqa: B027
+        """Change weights that were loaded, after every load, before the first forward pass. device: of the model."""
+
+    def module_of(self, name: str) -> str | None:
+        """The module of the model without the change to whose weights a parameter that it added belongs; None: the one above it."""
+        return None
+
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """weights: those of one module of the converted model and of what was added beneath it, by name -> those of the model
-        without the change that compute the same. On the meta device too."""
+        without the change that compute the same. On the meta device too. After `convert`, of that model.
+
+        Raises UserError where there are none.
+        """
         return dict(weights)
 
     def saved_ops(self) -> set[str]:
@@ -42,7 +58,17 @@ class Converter(ABC):
 
 def adaptations(adapt: AdaptConfig | None) -> list[Converter]:
     """The changes that belong to a model wherever it runs, in order."""
-    return [] if adapt is None else [section.load_implementation()(section) for section in adapt.sections()]
+    if adapt is None:
+        return []
+    return [*(section.load_implementation()(section) for section in adapt.sections()), FrozenWeights(adapt.base)]
+
+
+def converters_of(config: ModelConfig, adapt: AdaptConfig | None) -> list[Converter]:
+    """The changes of `adaptations`, after they were made to a model: for `merged`."""
+    made, model = adaptations(adapt), meta_model(config)
+    for converter in made:
+        converter.convert(model, model.platform)
+    return made
 
 
 def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridLM:
@@ -50,6 +76,23 @@ def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridL
     with torch.device("meta"):
         # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
         return adapted(HybridLM(config.with_backends("reference", lambda block: "reference"), cpu()), adapt)
+
+
+class FrozenWeights(Converter):
+    """Frozen weights in the format in which layers compute, which need no more digits than the products read; or those of linear
+    layers in 4 bits (adapt/nf4.py)."""
+
+    def __init__(self, base: Literal["bf16", "nf4"]):
+        self.base = base
+
+    def finish(self, model: HybridLM, device: torch.device) -> None:
+        if self.base == "nf4":
+            quantise(model, device)
+
+    def convert(self, model: HybridLM, platform: Platform) -> None:
+        for parameter, info in parameter_info(model).items():
+            if not info.trainable and not info.fp32:
+                parameter.data = parameter.data.to(model.dtype)
 
 
 def adapted(model: HybridLM, adapt: AdaptConfig | None) -> HybridLM:

@@ -46,4 +46,5 @@ def convert_linears(
     for parent, name, linear in parents:
         converted: Any = getattr(parent, name)
         converted.__class__ = kind  # torchao's conversion makes no other class than its own
-        converted.residual, converted.parts = linear.residual, linear.parts
+        for name in ("residual", "parts", "names", "whole", "summing"):
+            setattr(converted, name, getattr(linear, name))

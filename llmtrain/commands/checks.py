@@ -1,7 +1,9 @@
 """A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
 groups and float8 patterns against the model's names. No torch here, unless there are some."""
 
+import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from llmtrain.schema.config import Config
 from llmtrain.schema.load import Check, load_config
 from llmtrain.schema.schedule import schedule_problems
 
+_SHARED_MEMORY, _LEAST_SHARED = "/dev/shm", 1 << 20
+"""Where processes share memory, and the bytes of it without which not even small batches pass."""
+
 
 def load_runnable(
     path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, fresh: bool = False
@@ -26,6 +31,7 @@ def load_runnable(
     """
     checks = (
         Check(_data_problems, reads=("data",)),
+        Check(_shared_memory_problems, reads=("data",)),
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
@@ -43,6 +49,16 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     if config.objective.trained_only and not problems:
         problems += check_trained(config.data)
     yield from problems or check_documents(config.data)
+
+
+def _shared_memory_problems(config: Config) -> Iterator[Problem]:
+    with contextlib.suppress(OSError):  # a system without it
+        free = os.statvfs(_SHARED_MEMORY).f_bavail * os.statvfs(_SHARED_MEMORY).f_bsize
+        if config.data.num_workers and free < _LEAST_SHARED:
+            what = f"{_SHARED_MEMORY} has {free:,} bytes free, and the loader's processes pass batches through it; "
+            yield Problem(
+                "data.num_workers", config.data.num_workers, what + "enlarge it (docker run --shm-size 1g), or write 0"
+            )
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 
 from llmtrain.commands.arguments import EMA_HELP, output_path
 from llmtrain.errors import UserError
@@ -41,6 +42,11 @@ def add_export(commands) -> None:
         "multiple of 128",
     )
     sub.add_argument("--ema", action="store_true", help=EMA_HELP)
+    sub.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run of adapters: weights that compute the same; otherwise a folder of its adapters alone, for peft",
+    )
     sub.set_defaults(func=run_export)
 
 
@@ -53,6 +59,11 @@ def add_import(commands) -> None:
     )
     sub.add_argument("source", metavar="HF_FOLDER", help="a folder with config.json and weights, or a hub name")
     sub.add_argument("out", type=output_path, metavar="OUT", help="the folder to make")
+    sub.add_argument(
+        "--base",
+        metavar="CHECKPOINT",
+        help="of a folder of peft's adapters: the checkpoint of the model that they are of",
+    )
     sub.set_defaults(func=run_import)
 
 
@@ -78,14 +89,20 @@ def run_export(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         trim_vocab=args.trim_vocab,
         ema=args.ema,
+        merge=args.merge,
         progress=sys.stderr.isatty(),
     )
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in made.dtypes))
     files = "1 file" if made.files == 1 else f"{made.files} files"
     trimmed = f" without {made.trimmed:,} rows of padding" if made.trimmed else ""
+    written = f"{made.checkpoint} -> {made.out}: {made.architecture}{trimmed}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
+    if made.architecture.startswith("adapters"):
+        print(
+            f"{written}Next: in Python peft.PeftModel.from_pretrained(base, {str(made.out)!r}), or export with --merge"
+        )
+        return 0
     print(
-        f"{made.checkpoint} -> {made.out}: {made.architecture}{trimmed}, {dtypes}, {format_bytes(made.nbytes)} in {files}. "
-        f"Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
+        f"{written}Next: llmtrain generate {made.out} --prompt TEXT, or in Python "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(made.out)!r})"
     )
     return 0
@@ -96,8 +113,15 @@ def run_import(args: argparse.Namespace) -> int:
     from llmtrain.progress import format_bytes
 
     refuse_existing(args.out)
-    from llmtrain.convert.import_hf import import_hf
+    from llmtrain.convert.import_hf import import_adapters, import_hf
 
+    if args.base or (Path(args.source) / "adapter_config.json").is_file():
+        made = import_adapters(Path(args.source), args.out, args.base)
+        print(
+            f"{made.source} -> {made.out}: {made.parameters:,} parameters of adapters. Next: llmtrain generate {made.out} --prompt "
+            f"TEXT, or llmtrain export {made.out} OUT --merge"
+        )
+        return 0
     made = import_hf(args.source, args.out, progress=sys.stderr.isatty())
     if not made.has_tokenizer:
         log.warning(f"{made.source} has no tokenizer: `llmtrain export {made.out}` will need --tokenizer")

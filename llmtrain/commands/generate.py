@@ -51,6 +51,7 @@ def add_generate(commands) -> None:
         "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
     )
     sub.add_argument("--ema", action="store_true", help=EMA_HELP)
+    sub.add_argument("--adapter", metavar="ADAPTER", help="a folder of peft's, or a run of adapters, of this model")
     sub.set_defaults(func=run_generate)
 
 
@@ -75,7 +76,9 @@ def run_generate(args: argparse.Namespace) -> int:
     from llmtrain.generate.load import load_model
 
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    loaded = load_model(args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema)
+    loaded = load_model(
+        args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema, adapter=args.adapter
+    )
     if prompts is not None:
         _answer_file(loaded, prompts, args)
     elif args.prompt is not None:

@@ -43,6 +43,7 @@ def run_train(args: argparse.Namespace) -> int:
 def _run_train(args: argparse.Namespace) -> int:
     from llmtrain.commands.checks import load_runnable
     from llmtrain.distributed.run_lock import RunLock
+    from llmtrain.distributed.world import require_loopback
     from llmtrain.train.resume import check_resumption, refuse_used_remote
     from llmtrain.train.worker import move_aside, run_rank
 
@@ -53,6 +54,7 @@ def _run_train(args: argparse.Namespace) -> int:
         lock = None
         if not joins_a_launcher(args.nproc):
             config = load(args.nproc)
+            require_loopback()
             lock = held.enter_context(RunLock(config.run_dir))
             if not args.fresh:
                 check_resumption(config)

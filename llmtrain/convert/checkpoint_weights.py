@@ -20,7 +20,7 @@ class CheckpointWeights(TensorReader):
     """Weights, or with `ema` the averages of those that were trained. Where changes added something beneath a module, its weights
     are merged when they are read: a module is in memory at a time.
 
-    converters: the changes, in order. plain: names of the parameters of the model without them.
+    converters: the changes, in order, after they were made to a model. plain: names of the parameters of the model without them.
     Raises CheckpointError for a checkpoint without averages.
     """
 
@@ -34,7 +34,7 @@ class CheckpointWeights(TensorReader):
         self._stored = {name.removeprefix(prefix): name for prefix in prefixes for name in self._tensors.names(prefix)}
         modules, self._parts = {_module(name) for name in plain}, dict[str, list[str]]()
         for name in self._stored if converters else ():
-            module = _module(name)
+            module = next((found for one in converters if (found := one.module_of(name))), _module(name))
             while module and module not in modules:
                 module = _module(module)
             self._parts.setdefault(module, []).append(name)

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.adapt.base import adaptations
+from llmtrain.adapt.base import converters_of
+from llmtrain.adapt.lora import Lora
+from llmtrain.adapt.peft_folder import write_peft
+from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.checkpoint_weights import CheckpointWeights
 from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.generate.load import checkpoint_adaptations, checkpoint_model_config, checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Weight, family_for_model
+from llmtrain.models.hf.family import Family, Weight, family_for_model
 from llmtrain.progress import ByteBar
 
 PIECE_ELEMENTS = 2**20
@@ -56,6 +60,7 @@ def export(
     tokenizer: str | None = None,
     trim_vocab: bool = False,
     ema: bool = False,
+    merge: bool = False,
     progress: bool = False,
 ) -> Exported:
     """Write config.json, generation_config.json, the tokenizer and model*.safetensors into `out`, which appears complete.
@@ -66,6 +71,7 @@ def export(
     tokenizer: a folder, tokenizer.json or hub name; default: the checkpoint's.
     trim_vocab: leave out the rows of embedding and head beyond the tokenizer's last token.
     ema: the moving average of the weights, which a run with train.ema keeps.
+    merge: of a run of adapters the weights that compute the same; otherwise its adapters alone, as peft writes them.
 
     Raises UserError, before it reads or writes a weight, for anything at `out`, no checkpoint, a model that no
     published class expresses, a tokenizer that does not fit, tensors that are not the config's, too little disk space;
@@ -78,8 +84,13 @@ def export(
         family = family_for_model(config)
         text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
         _check_tokenizer(text, config)
+        adapt = checkpoint_adaptations(folder, manifest)
+        if adapt is not None and adapt.lora is not None and not merge:
+            if trim_vocab:
+                raise UserError("--trim-vocab: the rows are the base's; use it with --merge")
+            return _export_adapters(folder, manifest, config, family, out, dtype, ema)
         plain = [weight.ours for weight in family.weights(config)]
-        changes = adaptations(checkpoint_adaptations(folder, manifest))
+        changes = converters_of(config, adapt)
         tensors = CheckpointWeights(folder, manifest, plain, changes, ema)
         _check_tensors(tensors, family.weights(config), folder)
         trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0
@@ -107,6 +118,34 @@ def export(
         return Exported(out, folder, family.architecture, dtypes, nbytes, len(shards), trimmed)
 
     return Repository(checkpoint).read(write)
+
+
+def _export_adapters(
+    folder: Path,
+    manifest: Manifest,
+    config: ModelConfig,
+    family: Family,
+    out: Path,
+    dtype: torch.dtype | None,
+    ema: bool,
+) -> Exported:
+    adapt = checkpoint_adaptations(folder, manifest)
+    [lora] = [one for one in converters_of(config, adapt) if isinstance(one, Lora)]
+    stored = CheckpointTensors(folder, manifest)
+    if ema:
+        indexes.require_average(folder, stored.stack[0].index)
+    prefix = "ema." if ema else "model."
+    names = [name for name in stored.names(prefix) if lora.place_of(name.removeprefix(prefix))]
+    stored.verify(names)
+    tensors = dict[str, Tensor]()
+    for name in names:
+        shape = torch.Size(stored.shape(name) or ())
+        [whole] = stored.elements(name, [shape.numel()])
+        tensors[name.removeprefix(prefix)] = whole.view(shape).to(dtype or whole.dtype)
+    with atomic_folder(out) as partial:
+        nbytes = write_peft(partial, lora, tensors, config, family, manifest.base)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    return Exported(out, folder, f"adapters of {family.architecture}", dtypes, nbytes, 1, 0)
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, config: ModelConfig) -> None:

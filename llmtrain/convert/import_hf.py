@@ -1,5 +1,6 @@
 """Import of a folder in Hugging Face format as a checkpoint: to generate from, to train on, to export again."""
 
+import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +13,13 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmtrain.adapt.peft_folder import BASE, read_peft, recorded_base
+from llmtrain.checkpoint.beneath import base_of
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
+from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.output_folder import atomic_folder, refuse_existing, require_space
+from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
 from llmtrain.data.tokenize.stored_tokenizer import CHECKSUMS, checksums
@@ -41,6 +46,48 @@ class Imported:
     parameters: int
     nbytes: int
     has_tokenizer: bool
+
+
+def import_adapters(source: Path, out: Path, base: str | None) -> Imported:
+    """Write a checkpoint of step 0 that holds the adapters of a folder of peft's, in fp32, and names the one beneath.
+
+    base: the checkpoint of their base; default: the one that an export of ours names.
+    Raises UserError for anything at `out`, a base that is not given, and adapters of another one.
+    """
+    refuse_existing(out)
+    record = recorded_base(source)
+    if base is None and record is None:
+        raise UserError(
+            f"{source} holds adapters; name the checkpoint of their base: --base CHECKPOINT (llmtrain import makes one)"
+        )
+    checkpoint = Repository(base or str((record or {})["address"])).find()
+    manifest = checkpoint.require()
+    if record is not None and record["save_id"] != manifest.save_id:
+        raise UserError(
+            f"{source / BASE}: adapters of save {record['save_id']}; {checkpoint.address} is another one ({manifest.save_id})"
+        )
+    if manifest.config.get("adapt"):
+        raise UserError(f"{checkpoint.address} holds adapters itself; --base names a whole model")
+    folder = checkpoint.fetch()
+    found = read_peft(source, ModelConfig.model_validate_json(json.dumps(manifest.config["model"])))
+    stored = CheckpointTensors(folder, manifest)
+    for name, tensor in found.beneath.items():
+        [whole] = stored.elements(f"model.{name}", [tensor.numel()])
+        if not torch.equal(whole.view(tensor.shape).to(tensor.dtype), tensor):
+            raise UserError(
+                f"{source}: {name} of the base is another one there than in {checkpoint.address}; give their base"
+            )
+    save_id = str(uuid.uuid4())
+    with atomic_folder(out) as partial:
+        made = [LazyTensor(name, tuple(t.shape), bind(torch.Tensor.float, t)) for name, t in found.tensors.items()]
+        files = write_parameters(partial, made, lambda n: None, save_id)
+        config = manifest.config | {"adapt": found.adapt.model_dump(mode="json")}
+        extra = {"step": 0, "tokens": 0, "clock": {}, "data": {}, "versions": versions("torch")}
+        manifests.write(
+            partial, Manifest(save_id=save_id, config=config, files=files, base=base_of(checkpoint), **extra)
+        )
+    parameters = sum(tensor.numel() for tensor in found.tensors.values())
+    return Imported(out, source, "adapters", parameters, 4 * parameters, True)
 
 
 def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:

@@ -54,10 +54,13 @@ class ModelChoice(Section):
     """As the run's setting, for this model."""
     ema: bool = False
     """The moving average of its weights, which a run with train.ema keeps. Its default name ends in -ema."""
+    adapter: PathText | None = None
+    """Adapters beside its weights: a folder of peft's, or a run of adapters. Its default name ends in theirs."""
 
     @property
     def title(self) -> str:
-        return self.name or self._last_part + "-ema" * self.ema
+        own = f"{self._last_part}+{Path(self.adapter).name}" if self.adapter else self._last_part
+        return self.name or own + "-ema" * self.ema
 
     @property
     def _last_part(self) -> str:

@@ -190,7 +190,9 @@ class ModelEvaluation:
         self.choice, self.settings, self.ranks = choice, settings, ranks
         self.title = choice.title
         # Rank 0 alone looks for the newest checkpoint.
-        self.found: FoundModel = ranks.broadcast(lambda: find_model(choice.path, choice.backend, choice.ema))
+        self.found: FoundModel = ranks.broadcast(
+            lambda: find_model(choice.path, choice.backend, choice.ema, choice.adapter)
+        )
         self.window = choice.max_length or settings.max_length or window_of(self.found)
         self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
         try:

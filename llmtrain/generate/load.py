@@ -1,12 +1,15 @@
 """Loading a model for generation from a run, a checkpoint, or a folder in Hugging Face format."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmtrain.adapt.base import adapted
+from llmtrain.adapt.base import adaptations, adapted
+from llmtrain.adapt.peft_folder import Adapters, attach, is_peft, read_peft
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository
@@ -32,6 +35,7 @@ def load_model(
     device: torch.device | None = None,
     *,
     ema: bool = False,
+    adapter: str | None = None,
 ) -> tuple[CausalLM, TextTokenizer]:
     """Load a model and its tokenizer.
 
@@ -41,6 +45,7 @@ def load_model(
     tokenizer: in place of its own.
     device: default this process's GPU, or else its CPU.
     ema: the moving average of the weights, which a run with train.ema keeps.
+    adapter: a folder of peft's, or a checkpoint of adapters alone, beside the model's weights.
     Raises UserError when there is nothing to load there, or no tokenizer with it.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,13 +69,46 @@ def load_model(
                 model = adapted(model, adapt)
             model.to_empty(device=device)
             save_load.load(folder, model, ema=ema)
+            for converter in adaptations(adapt):
+                converter.finish(model.cast(dtype), device)
             return model, tokenizer or checkpoint_tokenizer(folder, manifest)
 
         (model, tokenizer), own = Repository(source).read(read), None
+    if adapter is not None:
+        model = attach(model.to(device), _read_adapter(adapter, source, model.config, ema))
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
     return CausalLM(model.cast(dtype)).to(device).eval(), tokenizer
+
+
+def _read_adapter(adapter: str, source: str, config: ModelConfig, ema: bool) -> Adapters:
+    """Raises UserError for adapters of another base."""
+    path = Path(adapter).expanduser()
+    found = read_peft(path, config) if is_peft(path) else Repository(adapter).read(partial(_stored_adapter, ema=ema))
+    folder = Path(source).expanduser()
+    if found.base is not None and not (folder / "config.json").is_file():
+        save_id = Repository(source).find().require().save_id
+        if save_id != found.base["save_id"]:
+            raise UserError(
+                f"{adapter} holds adapters of save {found.base['save_id']} ({found.base['address']}); {source} is another one "
+                f"({save_id}). Give that one as the model"
+            )
+    return found
+
+
+def _stored_adapter(folder: Path, manifest: Manifest, ema: bool) -> Adapters:
+    adapt = checkpoint_adaptations(folder, manifest)
+    if adapt is None or manifest.base is None:
+        raise UserError(f"{folder} holds a whole model and no adapters alone; give it as the model")
+    names = [
+        name.removeprefix("model.") for name in indexes.read(folder, manifest).tensors if name.startswith("model.")
+    ]
+    shapes = {name: tuple(one.shape) for name, one in indexes.read(folder, manifest).tensors.items()}
+    prefix = "ema." if ema else "model."
+    state: dict[str, Any] = {f"{prefix}{name}": torch.empty(shapes[f"model.{name}"]) for name in names}
+    save_load.load_state(save_load.stack_of(folder, manifest)[:1], state, verify=True)
+    return Adapters(adapt, {name: state[f"{prefix}{name}"] for name in names}, manifest.base, {})
 
 
 def checkpoint_model_config(folder: Path, manifest: Manifest) -> ModelConfig:

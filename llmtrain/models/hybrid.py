@@ -249,7 +249,7 @@ class HybridLM(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[vocab_size, d_model]; the embedding's when tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        return self.embed.weight if self.head is None else self.head.matrix()
 
     def init_weights(self, seed: int) -> None:
         """Fills all parameters; the same values for any sharding and device (see models/init.py)."""
@@ -274,7 +274,8 @@ class HybridLM(nn.Module):
         total = Flops()
         if self.ends:
             head = Work(head=2 * seq_len * self.config.d_model * self.config.vocab_size)
-            total = Flops.with_weight(head, self.head_weight.requires_grad)
+            tied = Flops.with_weight(head, self.head_weight.requires_grad)
+            total = tied if self.head is None else self.head.flops(seq_len)
         backward = self.layers_with_backward()
         for index, block in enumerate(self._layers()):
             flops = block.flops(seq_len, causal)

@@ -5,8 +5,9 @@ parameters' initial distributions. Norms compute in fp32 whatever their input's 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,9 @@ from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 Output = TypeVar("Output")
+Change = Callable[[Tensor, Tensor], Tensor]
+"""(input, output of a linear layer) -> the output with what adapters of one use of a shared layer make of it."""
+NO_CHANGES: Mapping[str, Change] = MappingProxyType({})
 
 
 class Linear(nn.Linear):
@@ -40,14 +44,24 @@ class Linear(nn.Linear):
         depth.
     parts: widths of the projections that stand side by side in the output, which an optimizer of matrices takes one by one;
         default: one of d_out. Empty where rows are entries of a table rather than a map (the head's).
+    names: of the parts, each of which may have adapters of its own; parts of one name have common ones.
+    whole: adapters are those of all parts together unless a part is named.
     """
 
     def __init__(
-        self, d_in: int, d_out: int, bias: bool = False, residual: bool = False, parts: Sequence[int] | None = None
+        self,
+        d_in: int,
+        d_out: int,
+        bias: bool = False,
+        residual: bool = False,
+        parts: Sequence[int] | None = None,
+        names: Sequence[str] = (),
+        whole: bool = False,
     ):
         super().__init__(d_in, d_out, bias=bias)
         self.residual = residual
         self.parts = (d_out,) if parts is None else tuple(parts)
+        self.names, self.whole = tuple(names), whole or not names
         self.summing: TensorRanks | None = None
         assert sum(self.parts) in (0, d_out), (self.parts, d_out)
 
@@ -94,7 +108,14 @@ class Head(Linear):
 
     def forward(self, hidden: Tensor, output: Callable[[Tensor, Tensor], Output]) -> Output:
         """output: (hidden states, weight [vocab_size, d_model] or this rank's part) -> what to return."""
-        return output(hidden, self.weight)
+        return output(hidden, self.matrix())
+
+    def matrix(self) -> Tensor:
+        """[vocab_size, d_model], or this rank's rows."""
+        return self.weight
+
+    def product(self, seq_len: int) -> Work:
+        return Work(head=2 * seq_len * self.in_features * self.out_features)
 
 
 class Embedding(nn.Module):
@@ -116,11 +137,15 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.ranks is None:
-            return F.embedding(tokens, self.weight)
+            return self.look_up(tokens)
         rows = tokens - self.ranks.share(self.n)[0]
         elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
-        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        found = self.look_up(rows.masked_fill(elsewhere, 0))
         return self.ranks.leave(found.masked_fill(elsewhere[..., None], 0.0))
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Numbers of this rank's rows [batch, T] -> [batch, T, d]."""
+        return F.embedding(rows, self.weight)
 
 
 class LearnedPositions(Embedding):
@@ -275,6 +300,12 @@ class LowRank(nn.Module):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.down.flops(seq_len) + self.up.flops(seq_len)
+
+
+def product(linear: Linear, x: Tensor, change: Change | None = None) -> Tensor:
+    """A linear layer's output, changed."""
+    y = linear(x)
+    return y if change is None else change(x, y)
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:

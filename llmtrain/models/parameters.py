@@ -37,7 +37,11 @@ def parameter_info(model: nn.Module, decay_embeddings: bool = True) -> Parameter
         {part.get_parameter(name) for _, part in parts_of(model) for name in getattr(part, declared)}
         for declared in ("fp32_parameters", "no_decay_parameters")
     )
-    rows = {module.weight: module.parts for module in model.modules() if isinstance(module, Linear)}
+    rows = {
+        weight: module.parts
+        for module in model.modules()
+        if isinstance(module, Linear) and (weight := module._parameters.get("weight")) is not None
+    }
     for _, part in parts_of(model):
         rows |= {part.get_parameter(name): of_each for name, of_each in part.matrix_rows().items()}
     found = {}

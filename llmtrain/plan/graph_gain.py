@@ -41,9 +41,7 @@ def reason_against(config: Config, platform: Platform, parameters: int, ranks: i
     setting = config.train.cuda_graphs
     if setting == "off":
         return "train.cuda_graphs is off"
-    reason = (
-        refusal(config.train, ranks, platform, config.model.draws_in_training) or config.objective.cuda_graphs_refusal
-    )
+    reason = refusal(config.train, ranks, platform, config.draws_in_training) or config.objective.cuda_graphs_refusal
     if reason is None and ranks > 1 and config.model.counts_over_ranks:
         return "loads of experts are summed over the ranks within a microbatch (balance.tokens: step)"
     if reason is None and ranks > 1 and setting == "auto" and gained_by_run(config, parameters, ranks, one_node) <= 0:

@@ -40,6 +40,7 @@ from dataclasses import dataclass, fields
 from llmtrain.errors import UserError
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection
+from llmtrain.schema.adapt import NF4_BYTES
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 
@@ -69,6 +70,8 @@ class ParameterSizes:
     """Of the total, those that are not trained."""
     largest_trained: int = 0
     """Trained parameters of the group of gradients that is reduced at once and has the most; 0: all of the largest group's."""
+    narrow: int = 0
+    """Of the frozen, those in 4 bits (adapt.base: nf4), of which every rank has all."""
     frozen_head: bool = False
     """The weights of the logits are not trained, be they the head's or the embedding's."""
 
@@ -107,7 +110,10 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     width = 2 if train.precision == "amp_bf16" else 4
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
+    # On one rank frozen weights are read where they are (train/parallel.py).
     gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
+    gathered = sizes.trained if shards == 1 else gathered - gathered * sizes.narrow // sizes.total
+    wide = 4 * sizes.trained + width * (sizes.frozen - sizes.narrow)
     held = width * gathered
     if train.float8 is not None and train.float8.gathers:
         held -= (width - 1) * gathered * sizes.float8 // sizes.total
@@ -121,7 +127,7 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
         largest = max(OFFLOADED_AT_ONCE, sizes.root // shards)
         optimizer = max(min(optimizer, 3 * config.optimizer.state_bytes * largest) - activations - loss, 0)
     return Memory(
-        weights=-(-4 * sizes.total // shards) + held,
+        weights=-(-wide // shards) + math.ceil(NF4_BYTES * sizes.narrow) + held,
         gradients=4 * gradients + (width + reduced) * sizes.reduced,
         optimizer=optimizer,
         activations=activations,

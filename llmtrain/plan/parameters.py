@@ -9,6 +9,7 @@ from typing import cast
 from torch import nn
 
 from llmtrain.adapt.base import adapted, meta_model
+from llmtrain.adapt.nf4 import frozen_linears
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
@@ -183,6 +184,8 @@ def parameter_sizes(config: Config) -> ParameterSizes:
         return sum(p.numel() for p in parameters if all(getattr(infos[p], name) == is_ for name, is_ in wanted.items()))
 
     total, frozen = count(infos), count(infos, trainable=False)
+    in_4_bits = frozen_linears(model) if config.adapt is not None and config.adapt.base == "nf4" else []
+    narrow = sum(linear.weight.numel() for linear in in_4_bits)
     layers = [list(block.parameters()) for block in model.blocks]
     head = [] if model.head is None else list(model.head.parameters())
     inside = {parameter for some in (*layers, head) for parameter in some}
@@ -206,6 +209,7 @@ def parameter_sizes(config: Config) -> ParameterSizes:
         head=count(head),
         frozen=frozen,
         largest_trained=largest_trained if frozen else 0,
+        narrow=narrow,
         frozen_head=not model.head_weight.requires_grad,
     )
 

@@ -73,13 +73,12 @@ class Config(Section):
             )
         if self.adapt is not None and not self.adapt.sections():
             yield Problem("adapt", {}, "names no change to the model; leave it out")
+        yield from self._nf4_problems()
         yield from self._folder_problems()
         yield from self._objective_problems()
         yield from self._context_problems()
         yield from self._float8_problems()
-        if self.train.cuda_graphs == "on" and (
-            reason := self.train.cuda_graphs_refusal(1, self.model.draws_in_training)
-        ):
+        if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.draws_in_training)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
         yield from self._checkpointing_problems()
@@ -146,6 +145,22 @@ class Config(Section):
                     key, tokens, f"block {name}: an mlp of type {block.mlp.type} reads whole sequences; use null"
                 )
 
+    def _nf4_problems(self) -> Iterator[Problem]:
+        if self.adapt is None or self.adapt.base != "nf4":
+            return
+        if self.train.float8 is not None:
+            yield Problem(
+                "adapt.base", "nf4", "widens weights to bf16 for each product; use bf16, or train.float8: null"
+            )
+        if self.train.microbatch_size == "auto":
+            yield Problem(
+                "train.microbatch_size",
+                "auto",
+                "tries sizes before there are weights; with adapt.base: nf4 use a number",
+            )
+        if self.init_from is None:
+            yield Problem("adapt.base", "nf4", "is of trained weights; name their checkpoint in init_from")
+
     def _float8_problems(self) -> Iterator[Problem]:
         """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""
         if self.train.float8 is None or self.train.microbatch_size == "auto":
@@ -201,6 +216,11 @@ class Config(Section):
         """Tokens of so many sequences on one rank, with those that fill up sequences which ranks share (models/segments.py)."""
         context = self.train.parallel.context
         return size * (self.data.seq_len + -self.data.seq_len % (2 * context)) // context
+
+    @property
+    def draws_in_training(self) -> bool:
+        """True if layers draw random numbers."""
+        return self.model.draws_in_training or (self.adapt is not None and self.adapt.draws_in_training)
 
     @property
     def tokens_per_step(self) -> int:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from llmtrain.adapt.base import adaptations
 from llmtrain.checkpoint.beneath import Beneath, base_of
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
@@ -132,7 +134,15 @@ class Checkpoints:
         return Checkpointing(self.saver, self.preemption, written, fingerprint, *places, more_files)
 
 
-def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath | None:
+def set_weights(training: Training, resumed: LocalCheckpoint | None, device: torch.device) -> Beneath | None:
+    """Set the weights, in the form in which they are read in training. See `_loaded`."""
+    beneath = _loaded(training, resumed)
+    for converter in adaptations(training.config.adapt):
+        converter.finish(training.model.hybrid, device)
+    return beneath
+
+
+def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | None:
     """The weights with which a run goes on or begins: of its checkpoint, of `init_from`, or drawn. Returns the frozen ones that its
     checkpoints may leave out, if there are any."""
     config, model = training.config, training.model.hybrid
@@ -154,6 +164,8 @@ def set_weights(training: Training, resumed: LocalCheckpoint | None) -> Beneath 
             added=training.added,
         )
         run_log.info(loaded.summary())
+        for converter in adaptations(config.adapt):
+            converter.begin(model)
         beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from llmtrain.adapt.base import adaptations
 from llmtrain.adapt.float8 import Float8
+from llmtrain.adapt.nf4 import frozen_linears, wait_in_host_memory
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
@@ -65,7 +66,9 @@ def parallelize(
         model.hybrid.enable_segments()
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = set[str]().union(*(converter.saved_ops() for converter in changes))
-    checkpoint_activations(model.hybrid, config.activation_checkpointing, kept)
+    checkpoint_activations(
+        model.hybrid, config.activation_checkpointing, kept, draws=adapt is not None and adapt.draws_in_training
+    )
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
         functorch.activation_memory_budget = 1.0 if fraction is None else fraction
@@ -74,10 +77,12 @@ def parallelize(
         run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
     if config.activation_checkpointing.offload:
         offload_inputs(model.hybrid)
-    shard(model, sharding, config)
+    shard(model, sharding, config, adapt)
     if device.type == "cuda":
         sum_by_our_kernel(model)
     model.to_empty(device=device)
+    if adapt is not None and adapt.base == "nf4":
+        wait_in_host_memory(model.hybrid)
     for buffer in model.buffers():
         buffer.zero_()
     return segments
@@ -90,8 +95,11 @@ def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
             part.tokens_at_once = tokens
 
 
-def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = ()) -> None:
-    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name."""
+def checkpoint_activations(
+    model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = (), draws: bool = False
+) -> None:
+    """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name. draws:
+    layers draw random numbers, also without the model's dropout."""
     if config.type in ("none", "budget"):
         return
     # By name: a backend's own operator exists only once the backend was imported.
@@ -99,7 +107,7 @@ def checkpoint_activations(model: HybridLM, config: ActivationCheckpointing, kep
     for i, block in enumerate(model.blocks):
         if not config.recomputes(i):
             continue
-        options: dict[str, Any] = {"preserve_rng_state": model.config.draws_in_training}
+        options: dict[str, Any] = {"preserve_rng_state": model.config.draws_in_training or draws}
         if config.type in ("kernels", "selective"):
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
@@ -208,25 +216,38 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if "tensor" not in sizes else mesh[tuple(name for name in sizes if name != "tensor")]
 
 
-def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig) -> None:
+def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig, adapt: AdaptConfig | None = None) -> None:
     """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm)."""
-    policy = MixedPrecisionPolicy()
+    policy, ignored = MixedPrecisionPolicy(), unsharded(model, mesh, adapt)
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
         # finds tensors (in tuples, dicts and dataclasses): rotary tables, ALiBi's slopes, the states of a cache.
         summed = torch.bfloat16 if config.sharding.reduce_dtype == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=summed, cast_forward_inputs=False)
-        _shard_fp32(model, mesh)
+        _shard_fp32(model, mesh, ignored)
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
+    common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": ignored}
     for block in model.hybrid.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, reshard_after_forward=reshard, **common)
     if model.hybrid.head is not None:
-        fully_shard(model.hybrid.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model.hybrid.head, reshard_after_forward=False, **common)
+    fully_shard(model, reshard_after_forward=False, **common)
 
 
-def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
+def unsharded(model: CausalLM, mesh: DeviceMesh, adapt: AdaptConfig | None) -> set[nn.Parameter]:
+    """Parameters that FSDP2 leaves alone: frozen ones, which are in the format of the computation (adapt/base.py), where no other
+    rank has a part of them, for it would keep a copy; and those that become 4 bits."""
+    if mesh.size(-1) > 1:
+        return (
+            {cast("nn.Parameter", one.weight) for one in frozen_linears(model.hybrid)}
+            if adapt and adapt.base == "nf4"
+            else set()
+        )
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def _shard_fp32(model: CausalLM, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
     """Gives the parameters that must not be cast, by what the layers' parts declare, one group of their own, gathered once per
     forward.
 
@@ -234,6 +255,7 @@ def _shard_fp32(model: CausalLM, mesh: DeviceMesh) -> None:
     gather is asked for when the model is entered. FSDP2 reduces their gradients with the root's.
     """
     parameters = {parameter for parameter, info in parameter_info(model.hybrid).items() if info.fp32}
+    parameters -= ignored
     modules = [
         module for module in model.hybrid.modules() if not parameters.isdisjoint(module.parameters(recurse=False))
     ]

@@ -96,7 +96,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
     with start_phase("weights"):
-        beneath = set_weights(training, resumed)
+        beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""

@@ -54,7 +54,8 @@ class GradientSync:
         self.model = model
         every_microbatch = sharding.sync_every_microbatch
         if every_microbatch is None:
-            every_microbatch = next(model.parameters()).device_mesh.size(-1) > 1  # type: ignore[attr-defined]
+            trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            every_microbatch = trained.device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
         self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
 

@@ -22,7 +22,8 @@ class DocumentEnds(NamedTuple):
 def recorded_begins(manifest: dict[str, Any] | None) -> bool | None:
     """True if documents begin with the end-of-document token too, by a manifest of `llmtrain prepare`; None without one. Earlier
     versions recorded nothing, and their documents keep the borders that they had."""
-    return None if manifest is None else manifest["tokenizer"].get("begin_id") == manifest["tokenizer"]["eod_id"]
+    tokenizer = (manifest or {}).get("tokenizer")
+    return tokenizer.get("begin_id") == tokenizer["eod_id"] if tokenizer else None
 
 
 def is_chat(manifest: dict[str, Any] | None) -> bool:

@@ -38,9 +38,11 @@ class FoundModel:
     native: bool
     identity: str
     ema: bool = False
+    adapter: str | None = None
+    """A folder of peft's, or a checkpoint of adapters alone, beside it."""
 
 
-def find_model(source: str, backend: Backend = "auto", ema: bool = False) -> FoundModel:
+def find_model(source: str, backend: Backend = "auto", ema: bool = False, adapter: str | None = None) -> FoundModel:
     """Find a model without loading it.
 
     source: a run's folder (its newest complete checkpoint), a checkpoint, either also in a store (s3://bucket/prefix, of
@@ -72,8 +74,17 @@ def find_model(source: str, backend: Backend = "auto", ema: bool = False) -> Fou
         if reason and backend == "llmtrain":
             raise EvalError(f"{folder}: {reason}; use backend: transformers")
         native = reason is None
-    identity = _identity(folder)
-    return FoundModel(folder, is_checkpoint, native, _digest([identity, "ema"]) if ema else identity, ema)
+    identity = _digest([_identity(folder), "ema"]) if ema else _identity(folder)
+    if adapter is not None:
+        if not native:
+            raise EvalError(
+                f"{adapter}: adapters are read beside llmtrain's own models; merge them with peft for transformers'"
+            )
+        beside = Path(adapter).expanduser()
+        if not (beside / "adapter_config.json").is_file():
+            beside = Repository(adapter).open()[0]
+        adapter, identity = str(beside), _digest([identity, _identity(beside)])
+    return FoundModel(folder, is_checkpoint, native, identity, ema, adapter)
 
 
 def window_of(found: FoundModel) -> int:
@@ -141,7 +152,7 @@ def load_scorer(
     from llmtrain.eval.scoring.scorer import HybridScorer
     from llmtrain.generate.load import load_model
 
-    model, _ = load_model(str(found.folder), kind, tokenizer, device, ema=found.ema)
+    model, _ = load_model(str(found.folder), kind, tokenizer, device, ema=found.ema, adapter=found.adapter)
     _check_vocabulary(found, tokenizer, model.config.vocab_size)
     if max_length and model.hybrid.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(

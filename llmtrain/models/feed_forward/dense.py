@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
@@ -15,7 +15,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops
 from llmtrain.models.feed_forward.base import FeedForward
-from llmtrain.models.layers import Linear, LowRank, multiplied
+from llmtrain.models.layers import NO_CHANGES, Change, Linear, multiplied, product
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
@@ -23,7 +23,8 @@ from llmtrain.models.tensor_parallel import Part, TensorRanks
 class MLP(FeedForward):
     """w_out(act(w_in x)), or gated: w_out(act(gate) * up), gate and up being the two halves of w_in x.
 
-    See MLPSection.type, and Shazeer, arXiv:2002.05202. residual: as Linear's.
+    See MLPSection.type, and Shazeer, arXiv:2002.05202. residual: as Linear's; not so in a shared block, whose published class
+    has gate and up in one.
     """
 
     outputs = ("w_out",)
@@ -43,7 +44,8 @@ class MLP(FeedForward):
         self.activation_multiplier, self.out_multiplier = section.activation_multiplier, section.out_multiplier
         self.parts = [section.d_ff] * (2 if section.gated else 1)  # gate and up
         self.d_in = sum(self.parts)
-        self.w_in = Linear(d_model, self.d_in, section.bias, parts=self.parts)
+        names = ("gate", "up") if section.gated else ()
+        self.w_in = Linear(d_model, self.d_in, section.bias, parts=self.parts, names=names, whole=not residual)
         self.w_out = Linear(section.d_ff, d_model, section.bias, residual=residual)
 
     def split(self, ranks: TensorRanks) -> None:
@@ -52,23 +54,23 @@ class MLP(FeedForward):
         self.w_in.split_output(ranks, [Part(width) for width in self.parts])
         self.w_out.split_input(ranks, Part(self.parts[0]))
 
-    def forward(self, x: Tensor, context: BlockContext | None = None, adapter: LowRank | None = None) -> Tensor:
-        """adapter: adds to w_in's output, [..., d_in].
+    def forward(
+        self, x: Tensor, context: BlockContext | None = None, changes: Mapping[str, Change] = NO_CHANGES
+    ) -> Tensor:
+        """changes: to the linear layers, by name, where this is one use of a shared layer.
 
         With tokens_at_once, parts of x that are computed again in the backward pass.
         """
         at_once = self.tokens_at_once
         if at_once is None or x.shape[1] <= at_once or not torch.is_grad_enabled():
-            return self._compute(x, adapter)
+            return self._compute(x, changes)
         again = partial(checkpoint, self._compute, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([cast("Tensor", again(part, adapter)) for part in x.split(at_once, dim=1)], dim=1)
+        return torch.cat([cast("Tensor", again(part, changes)) for part in x.split(at_once, dim=1)], dim=1)
 
-    def _compute(self, x: Tensor, adapter: LowRank | None) -> Tensor:
+    def _compute(self, x: Tensor, changes: Mapping[str, Change]) -> Tensor:
         x = x if self.ranks is None else self.ranks.enter(x)
-        h = self.w_in(x)
-        if adapter is not None:
-            h = h + adapter(x)
-        return multiplied(self.w_out(self._activate(h)), self.out_multiplier)
+        h = self._activate(product(self.w_in, x, changes.get("w_in")))
+        return multiplied(product(self.w_out, h, changes.get("w_out")), self.out_multiplier)
 
     def _activate(self, h: Tensor) -> Tensor:
         """[..., d_in] -> [..., d_ff]."""

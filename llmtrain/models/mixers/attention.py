@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
@@ -21,7 +21,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops, Work
-from llmtrain.models.layers import Linear, Norm, rotary_tables
+from llmtrain.models.layers import NO_CHANGES, Change, Linear, Norm, product, rotary_tables
 from llmtrain.models.mixers.attention_segments import OPERATOR, segment_attention
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
@@ -77,7 +77,9 @@ class Attention(Mixer):
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
         if block.output_gate:
             self.widths.insert(1, self.widths[0])  # behind q, in whose published projection it is
-        self.wqkv = Linear(block.input_width(config.d_model), sum(self.widths), block.qkv_bias, parts=self.widths)
+        names = ("q", "q", "k", "v") if block.output_gate else ("q", "k", "v")
+        d_in = block.input_width(config.d_model)
+        self.wqkv = Linear(d_in, sum(self.widths), block.qkv_bias, parts=self.widths, names=names)
         self.wo = Linear(self.widths[0], config.d_model, block.out_bias, residual=residual)
         norm = block.norm or config.norm
         full = block.qk_norm == "full"
@@ -186,12 +188,10 @@ class Attention(Mixer):
         rotary, head_dim = self.rotary, self.spec.head_dim
         return rotary and memoize((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
 
-    def forward(self, x: Tensor, context: AttentionContext, adapter: nn.Module | None = None) -> Tensor:
-        """adapter: adds to the fused projection's output (Zamba2's per-use adapters)."""
+    def forward(self, x: Tensor, context: AttentionContext, changes: Mapping[str, Change] = NO_CHANGES) -> Tensor:
+        """changes: to the linear layers, by name, where this is one use of a shared mixer."""
         x = x if self.ranks is None else self.ranks.enter(x)
-        qkv = self.wqkv(x)
-        if adapter is not None:
-            qkv = qkv + adapter(x)
+        qkv = product(self.wqkv, x, changes.get("wqkv"))
         if self.block.clip_qkv is not None:
             qkv = qkv.clamp(-self.block.clip_qkv, self.block.clip_qkv)
         q, *gate, k, v = qkv.split(self.widths, dim=-1)
@@ -214,7 +214,7 @@ class Attention(Mixer):
         else:
             out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
         out = out.flatten(-2)
-        return self.wo(out * gate[0].sigmoid() if gate else out)
+        return product(self.wo, out * gate[0].sigmoid() if gate else out, changes.get("wo"))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))

@@ -98,8 +98,8 @@ class GatedDeltaNet(Mixer):
         conv = Conv1dSpec(2 * keys + values, block.d_conv, dtype_name, documents)
         self.widths = [conv.channels, values, block.n_heads, block.n_heads]
         eps = block.gated_norm_eps or (block.norm or config.norm).eps
-        parts = [*self.conv_widths, values, block.n_heads, block.n_heads]  # q, k, v, z, b, a
-        self.in_proj = Linear(config.d_model, sum(parts), parts=parts)
+        parts = [*self.conv_widths, values, block.n_heads, block.n_heads]
+        self.in_proj = Linear(config.d_model, sum(parts), parts=parts, names=("q", "k", "v", "z", "b", "a"))
         self.conv = CausalConv1d(conv, bias=False, platform=platform)
         self.decay = DecayParameters(block)
         self.norm = HeadGatedRMSNorm(GatedNormSpec(values, block.n_heads, eps, True, dtype_name), platform)

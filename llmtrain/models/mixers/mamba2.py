@@ -76,7 +76,9 @@ class Mamba2(Mixer):
         gated = GatedNormSpec(d_inner, block.n_groups, eps, block.norm_before_gate, dtype_name)
         whole = MambaMixerSpec(conv, spec, gated)
         parts = [d_inner, *whole.conv_widths, spec.n_heads]  # z, x, B, C, dt
-        self.in_proj = Linear(config.d_model, sum(parts), block.proj_bias, parts=parts)
+        self.in_proj = Linear(
+            config.d_model, sum(parts), block.proj_bias, parts=parts, names=("z", "x", "B", "C", "dt"), whole=True
+        )
         self.conv = CausalConv1d(conv, block.conv_bias, platform, block.backend)
         self.ssm = SSMParameters(block, spec.n_heads)
         self.norm = GatedRMSNorm(gated, platform, block.backend) if block.gated_norm else SiluGate()

@@ -4,16 +4,21 @@ One SharedAttention serves many layers. What belongs to a single use (low-rank a
 behind the block) is that layer's SharedInput.
 """
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops
+from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.feed_forward.dense import MLP
 from llmtrain.models.layer_part import Product
-from llmtrain.models.layers import Linear, LowRank, Norm
+from llmtrain.models.layers import Change, Linear, LowRank, Norm
 from llmtrain.models.mixers.attention import Attention, AttentionContext
+from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
@@ -69,11 +74,11 @@ class SharedAttention(nn.Module):
         x: Tensor,
         embedding: Tensor,
         context: AttentionContext,
-        qkv_adapter: QKVAdapter | None,
-        mlp_adapter: LowRank | None,
+        changes: Mapping[str, Mapping[str, Change]],
     ) -> Tensor:
-        h = self.mixer(self.norm(torch.cat((x, embedding), dim=-1)), context, qkv_adapter)
-        return self.mlp(self.mlp_norm(h), adapter=mlp_adapter)
+        """changes: to the linear layers of `mixer` and of `mlp`, by name."""
+        h = self.mixer(self.norm(torch.cat((x, embedding), dim=-1)), context, changes["mixer"])
+        return self.mlp(self.mlp_norm(h), changes=changes["mlp"])
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.mixer.flops(seq_len, causal) + self.mlp.flops(seq_len)
@@ -92,6 +97,8 @@ class SharedInput(nn.Module):
             self.qkv_adapter = QKVAdapter(2 * d_model, block.attn_adapter_rank, shared.mixer.widths)
         if block.adapter_rank is not None:
             self.mlp_adapter = LowRank(d_model, block.adapter_rank, shared.mlp.d_in, shared.mlp.parts)
+        # What a converter adds to layers of `mixer` and `mlp`, by their names, for this use.
+        self.lora = nn.ModuleDict()
         # Added to what this mixer's norm reads of the stream. Were it not as small at first as what mixers add to the stream, the
         # shared block would be most of what the mixer sees, and gradients at the start little but rounding (BENCHMARKS.md).
         self.linear = Linear(d_model, d_model, residual=True)
@@ -106,9 +113,14 @@ class SharedInput(nn.Module):
         def own(module: nn.Module | None) -> list[Product]:
             return [Product(one, False, True) for one in module.modules() if isinstance(one, Linear)] if module else []
 
-        (wqkv, *others), (w_in, *w_out) = self.shared.mixer.products(), self.shared.mlp.products()
-        found = [wqkv, *own(self.qkv_adapter), *others, w_in, *own(self.mlp_adapter), *w_out, *own(self.linear)]
-        return [one._replace(needed=True) for one in found]
+        found = []
+        for part, native in (("mixer", self.qkv_adapter), ("mlp", self.mlp_adapter)):
+            module: Mixer | FeedForward = getattr(self.shared, part)
+            names = {one: name for name, one in module.named_children()}
+            for number, one in enumerate(module.products()):
+                adapter = self._adapters(part).get(names[one.linear])
+                found += [one, *own(adapter), *own(native if number == 0 else None)]
+        return [one._replace(needed=True) for one in [*found, *own(self.linear)]]
 
     def split(self, ranks: TensorRanks) -> None:
         """Adapt this rank's heads and channels of the shared block, which is split afterwards. The linear layer behind it reads
@@ -119,8 +131,22 @@ class SharedInput(nn.Module):
             self.mlp_adapter.split(ranks)
 
     def forward(self, x: Tensor, embedding: Tensor, context: AttentionContext) -> Tensor:
-        return self.linear(self._shared[0](x, embedding, context, self.qkv_adapter, self.mlp_adapter))
+        native = {"mixer": ("wqkv", self.qkv_adapter), "mlp": ("w_in", self.mlp_adapter)}
+        changes = {part: self._changes(part, *of) for part, of in native.items()}
+        return self.linear(self._shared[0](x, embedding, context, changes))
+
+    def _adapters(self, part: str) -> dict[str, Any]:
+        return dict(cast("nn.ModuleDict", self.lora[part]).items()) if part in self.lora else {}
+
+    def _changes(self, part: str, adapted: str, native: nn.Module | None) -> dict[str, Change]:
+        """Changes to the linear layers of `mixer` or `mlp`. native: adds to the output of the one named `adapted`."""
+        changes: dict[str, Change] = dict(self._adapters(part))
+        if native is not None:
+            first = changes.get(adapted)
+            changes[adapted] = lambda x, y: (y if first is None else first(x, y)) + native(x)
+        return changes
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         own = [module for module in (self.qkv_adapter, self.mlp_adapter, self.linear) if module is not None]
+        own += [adapter for part in self.lora for adapter in self._adapters(part).values()]
         return sum((module.flops(seq_len) for module in own), self.shared.flops(seq_len, causal))

@@ -84,7 +84,7 @@ class ExpertsSection(FeedForwardSection):
     balance: BalanceSection = BalanceSection()
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean of log(sum of exp(logits))^2 of the router (arXiv:2202.08906), in each layer."""
-    backend: Literal["auto", "reference", "grouped_mm"] = free("auto")
+    backend: Literal["auto", "reference", "grouped_mm", "triton"] = free("auto")
 
     def problems(self) -> Iterator[Problem]:
         router, n = self.router, self.n_experts

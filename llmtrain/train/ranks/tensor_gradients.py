@@ -25,7 +25,11 @@ class TensorGradients:
     def __init__(self, model: HybridLM, ranks: TensorRanks):
         self.ranks = ranks
         slices = slices_of(model)
-        self.parameters = [(parameter, slices.get(clean_name(name))) for name, parameter in model.named_parameters()]
+        self.parameters = [
+            (parameter, slices.get(clean_name(name)))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _held(self) -> Iterator[tuple[Tensor, int]]:
         """Every part of a gradient that this rank has, and how many ranks of its group have the same."""

@@ -1,7 +1,5 @@
 """Chat and completion data from files to shards, and the labels that training makes of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,164 @@
+"""Adapters against peft's of the same published class: logits, every gradient, folders to the same bits, merged weights."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from llmtrain.adapt.base import converters_of
+from llmtrain.adapt.lora import Lora
+from llmtrain.adapt.peft_folder import WEIGHTS, attach, read_peft, write_peft
+from llmtrain.errors import UserError
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.hf.family import family_of_hf_config
+from tests.numerics import test_hf_decoders, test_hf_hybrids, test_hf_llama, test_hf_nemotron_h, test_hf_zamba2
+from tests.support import hf
+
+DRAWS = 8
+TOLERANCE = 1e-5
+PEERS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (test_hf_llama.draw, transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (test_hf_decoders.PEERS["qwen3"].draw, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "olmo_hybrid": (
+        test_hf_decoders.PEERS["olmo_hybrid"].draw,
+        transformers.OlmoHybridConfig,
+        transformers.OlmoHybridForCausalLM,
+    ),
+    "zamba2": (test_hf_zamba2.draw, transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
+    "nemotron_h": (test_hf_nemotron_h.draw, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    "falcon_h1": (test_hf_hybrids.falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
+}
+REFUSED_BY_PEFT = {"nemotron_h": "out_proj", "falcon_h1": "out_proj"}
+"""Its class reads their weights past the adapter in a fused kernel of GPUs; ours calls them."""
+
+
+def case_of(name: str, number: int) -> hf.Case:
+    draw, config, _ = PEERS[name]
+    rng = random.Random(f"{hf.SEED} peft {name} {number}")
+    keys = draw(rng) if name in ("qwen3", "olmo_hybrid") else draw(rng, number)
+    return hf.Case(config(vocab_size=hf.VOCAB, **keys), 2, rng.randint(3, 24), rng.randrange(2**31))
+
+
+def with_peft(name: str, case: hf.Case, number: int) -> Any:
+    """The class with adapters of peft, all away from their initial values."""
+    rng = random.Random(case.seed)
+    tie = None
+    if name == "zamba2":
+        tie = test_hf_zamba2.tie_shared_blocks if test_hf_zamba2.unties_shared_blocks(case.config) else None
+    peer = hf.random_peer(case, PEERS[name][2], tie)
+    dora = number % 3 == 2
+    left = {REFUSED_BY_PEFT.get(name), *([] if not dora and not case.config.tie_word_embeddings else ["lm_head"])}
+    linears = {
+        path: module
+        for path, module in peer.named_modules()
+        if isinstance(module, nn.Linear) and (last := path.rpartition(".")[2]) not in left and not last.isdigit()
+    }
+    least = min(min(module.weight.shape) for module in linears.values())
+    rank = rng.randint(1, min(least, 4))
+    targets = [*linears, *([] if dora else [path for path, m in peer.named_modules() if isinstance(m, nn.Embedding)])]
+    other = rng.choice(list(linears))
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=rng.choice([1, 3, 16]),
+        target_modules=targets,
+        use_rslora=number % 3 == 1,
+        use_dora=dora,
+        rank_pattern={other: 1},
+        alpha_pattern={rng.choice(list(linears)): 5},
+    )
+    torch.manual_seed(case.seed)
+    found = peft.get_peft_model(peer, settings)
+    with torch.no_grad():
+        for path, parameter in found.named_parameters():
+            if "lora_magnitude" in path:
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+            elif "lora_" in path:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    return found.eval()
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest distance of a tensor, in norms of it or of a thousandth of all."""
+    total = torch.stack([t.norm() for t in theirs.values()]).norm()
+    return max(float((ours[n] - t).norm() / max(t.norm(), hf.SMALL * total)) for n, t in theirs.items())
+
+
+@pytest.mark.parametrize(("name", "number"), list(itertools.product(PEERS, range(DRAWS))))
+def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, number, tmp_path):
+    case = case_of(name, number)
+    family = family_of_hf_config({"model_type": name})
+    theirs = with_peft(name, case, number)
+    theirs.save_pretrained(tmp_path)
+    ours = hf.ours_in_memory(plain_copy(name, case))
+    adapters = read_peft(tmp_path, ours.config)
+    attach(ours, adapters)
+    model, tokens = CausalLM(ours), hf.tokens_of(case, case.seq_len + 1)
+
+    with torch.no_grad():
+        assert hf.distance(model.logits(tokens), hf.logits_of(theirs, tokens)) < TOLERANCE
+    model.loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
+    expected = {n: g for n, g in hf.their_gradients(theirs, tokens).items() if "lora_" in n}
+    assert all((p.grad is not None) == (".lora." in n) for n, p in ours.named_parameters())
+
+    [lora] = [one for one in converters_of(ours.config, adapters.adapt) if isinstance(one, Lora)]
+    for what in ("values", "gradients"):
+        folder = tmp_path / what
+        folder.mkdir()
+        added = {n: p for n, p in ours.named_parameters() if p.requires_grad}
+        tensors = {n: p.detach() if what == "values" else p.grad for n, p in added.items()}
+        write_peft(folder, lora, tensors, ours.config, family, None)
+    written, saved = load_file(tmp_path / "values" / WEIGHTS), load_file(tmp_path / WEIGHTS)
+    saved = {n: t for n, t in saved.items() if "base_layer" not in n}
+    assert written.keys() == saved.keys() and all(torch.equal(written[n], t) for n, t in saved.items())
+    again = read_peft(tmp_path / "values", ours.config)
+    assert again.adapt == adapters.adapt
+    gradients = load_file(tmp_path / "gradients" / WEIGHTS)
+    named = {n.replace(".default", "").removesuffix(".weight"): g for n, g in expected.items()}
+    found = {n.removesuffix(".weight"): g for n, g in gradients.items()}
+    assert found.keys() == named.keys()
+    if apart(found, named) >= TOLERANCE:  # where fp32's rounding weighs more, ours is as near to fp64's as peft's
+        wide = hf.ours_in_memory(plain_copy(name, case), torch.float64)
+        attach(wide, adapters)
+        CausalLM(wide).loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
+        added = {n: p.grad for n, p in wide.named_parameters() if p.requires_grad}
+        (tmp_path / "wide").mkdir()
+        write_peft(tmp_path / "wide", lora, added, ours.config, family, None)
+        exact = {n.removesuffix(".weight"): g for n, g in load_file(tmp_path / "wide" / WEIGHTS).items()}
+        assert apart(found, exact) < max(TOLERANCE, 2 * apart({n: g.double() for n, g in named.items()}, exact)) < 1e-3
+
+    merged_is_unmerged(ours, lora, adapters, tokens)
+    reloaded = peft.PeftModel.from_pretrained(plain_copy(name, case), str(tmp_path / "values"))
+    with torch.no_grad():
+        assert torch.equal(hf.logits_of(reloaded, tokens), hf.logits_of(theirs, tokens))
+
+
+def plain_copy(name: str, case: hf.Case) -> Any:
+    tie = None
+    if name == "zamba2" and test_hf_zamba2.unties_shared_blocks(case.config):
+        tie = test_hf_zamba2.tie_shared_blocks
+    return hf.random_peer(case, PEERS[name][2], tie)
+
+
+def merged_is_unmerged(ours: Any, lora: Lora, adapters: Any, tokens: Tensor) -> None:
+    weights = {n: p.detach() for n, p in ours.named_parameters()}
+    tied = ours.head is None and "embed" in adapters.adapt.lora.targets
+    if lora.several or tied:
+        with pytest.raises(UserError, match="Export the adapters"):
+            lora.merged(weights)
+        return
+    from llmtrain.kernels.platform import cpu
+    from llmtrain.models.hybrid import HybridLM
+
+    plain = HybridLM(ours.config, cpu())
+    plain.load_state_dict(lora.merged(weights))
+    with torch.no_grad():
+        assert hf.distance(CausalLM(plain.eval()).logits(tokens), CausalLM(ours).logits(tokens)) < TOLERANCE
