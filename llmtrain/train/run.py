@@ -32,6 +32,7 @@ from llmtrain.train.callbacks.throughput import Throughput
 from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
+from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
@@ -107,12 +108,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
-    stability = Stability(
-        config.train,
-        training.spikes,
-        ranks and TensorGradients(model.hybrid, ranks),
-        rewind and rewind.ask,
-    )
+    gradients = ranks and TensorGradients(model.hybrid, ranks)
+    stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
     with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -129,6 +126,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             device_train_microbatch_size=training.config.train.microbatch_size,
             callbacks=[
                 StartReport(folder, world.is_main),
+                Watchdog(folder, world),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
                 *layer_parts(model.hybrid, stability),
