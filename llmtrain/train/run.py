@@ -24,6 +24,7 @@ from llmtrain.start import start_phase
 from llmtrain.train.build import build
 from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
+from llmtrain.train.callbacks.samples import samples_callbacks
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.start_report import StartReport
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -110,6 +111,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
 
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
+    samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     gradients = ranks and TensorGradients(model.hybrid, ranks)
     stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
@@ -139,6 +141,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times and world.is_main else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
+                *samples_callbacks(
+                    samples_config,
+                    config.data,
+                    model,
+                    steps(samples_config.interval) if samples_config else 1,
+                    folder,
+                    world.is_main,
+                ),
                 checkpoints.callback(config, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
             loggers=build_loggers(config, folder, schedule.total),
