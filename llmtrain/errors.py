@@ -61,6 +61,10 @@ def about_a_file(error: BaseException) -> BaseException:
     """UserError or RunError for an error of the system about a file's name, permissions or disk; any other error as it is."""
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):  # Path.resolve
         return UserError(str(error))
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            f"{os.strerror(error.errno)}: the disk is full that this command writes to"
+        )  # a write names no file
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_NAMES | _OF_DISKS:
         return error
     found = error.filename if error.filename2 is None else error.filename2  # of a rename, the name that is taken

@@ -7,8 +7,6 @@ which every rank logs alike: rank 0 alone shows it, on standard output. `file_lo
 message alone; other ranks, whose output may be a file or a terminal that all ranks share, put time and rank before it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

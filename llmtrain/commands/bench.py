@@ -84,7 +84,10 @@ def _add_kernels(commands) -> None:
         "roofline, error against float64; a Markdown table, JSON and a plot.",
     )
     sub.add_argument(
-        "--only", nargs="+", metavar="NAME", help="attention, rotary, norm, ssd, gated_delta, conv1d, gated_norm, mixer"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="attention, rotary, norm, ssd, gated_delta, conv1d, gated_norm, mixer, experts",
     )
     sub.add_argument("--seq-len", nargs="+", type=int, metavar="T", help="these lengths only")
     sub.add_argument("--match", metavar="TEXT", help="cells whose name contains this")

@@ -1,13 +1,16 @@
 """A config checked against this machine: data folders, the run's folder, eval tasks, initial weights; and its parameter
 groups and float8 patterns against the model's names. No torch here, unless there are some."""
 
+import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
 from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
 from llmtrain.data.tokenize.end_of_document import check_documents
@@ -15,6 +18,9 @@ from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import Check, load_config
 from llmtrain.schema.schedule import schedule_problems
+
+_SHARED_MEMORY, _LEAST_SHARED = "/dev/shm", 1 << 20
+"""Where processes share memory, and the bytes of it without which not even small batches pass."""
 
 
 def load_runnable(
@@ -25,7 +31,8 @@ def load_runnable(
     Raises ConfigError, which holds every problem, those of `load_config` among them.
     """
     checks = (
-        Check(_data_problems, reads=("data",)),
+        Check(_data_problems, reads=("data", "objective")),
+        Check(_shared_memory_problems, reads=("data",)),
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
@@ -40,9 +47,20 @@ def load_runnable(
 def _data_problems(config: Config) -> Iterator[Problem]:
     problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
+    problems = problems or [*record_problems(config.data, config.objective)]
     if config.objective.trained_only and not problems:
         problems += check_trained(config.data)
     yield from problems or check_documents(config.data)
+
+
+def _shared_memory_problems(config: Config) -> Iterator[Problem]:
+    with contextlib.suppress(OSError):  # a system without it
+        free = os.statvfs(_SHARED_MEMORY).f_bavail * os.statvfs(_SHARED_MEMORY).f_bsize
+        if config.data.num_workers and free < _LEAST_SHARED:
+            what = f"{_SHARED_MEMORY} has {free:,} bytes free, and the loader's processes pass batches through it; "
+            yield Problem(
+                "data.num_workers", config.data.num_workers, what + "enlarge it (docker run --shm-size 1g), or write 0"
+            )
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:

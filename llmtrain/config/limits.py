@@ -1,7 +1,5 @@
 """Limits of time for what a file of plain data can make long: templates and regular expressions."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -208,9 +208,20 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Context in which an OSError of a write names the file, as Python's names the file only where it is opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def write_synced(path: Path, content: bytes | memoryview) -> None:
     """Write a file and wait until its content is on the disk."""
-    with path.open("wb") as file:
+    with named(path), path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

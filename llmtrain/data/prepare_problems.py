@@ -1,7 +1,5 @@
 """Faults of `data.prepare` that show without reading a text: its sources, its tokenizer and the folder it writes. No torch here."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Prepared folders of the streams of a mixture, the settings that train on them, and the share to hold out for so many tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes of this machine: whether one runs, the memory of this one, and children that end with the process that began them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from llmtrain.distributed.run_lock import release_all
-from llmtrain.errors import exit_status
+from llmtrain.errors import UserError, exit_status
 
 LISTENER = "LLMTRAIN_LISTENER"
 """Environment variable of the ranks of our launcher: the descriptor, in rank 0, of the socket that listens at MASTER_PORT."""
@@ -102,6 +102,18 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def require_loopback() -> None:
+    """Check that processes can meet at 127.0.0.1: gloo and torch's store would wait for minutes. Raises UserError."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=5).close()
+    except OSError as error:
+        raise UserError(
+            f"127.0.0.1 cannot be reached ({error.strerror or error}), where the processes of a run meet: this machine "
+            "or container needs its loopback interface, with IPv4 (`ip link set lo up`)"
+        ) from None
 
 
 def free_port() -> int:

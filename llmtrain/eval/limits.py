@@ -1,7 +1,5 @@
 """Limits of time in evaluation, which end with an EvalError."""
 
-from __future__ import annotations
-
 import functools
 
 from llmtrain.config import limits

@@ -153,6 +153,12 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "experts": (
         Backend("reference", "llmtrain.kernels.experts.reference"),
         Backend("grouped_mm", "llmtrain.kernels.experts.grouped_mm", experts.refuse_grouped_mm),
+        Backend(
+            "triton",
+            "llmtrain.kernels.experts.triton",
+            experts.refuse_triton_rows,
+            ("llmtrain.experts_forward.default",),
+        ),
     ),
     # One new token per row, for decoding from a cache.
     "attention_step": (

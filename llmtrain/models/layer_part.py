@@ -98,6 +98,12 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, LayerPart]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LayerPart))
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """State that checkpoints hold beside parameters, by name."""
+    sums = {id(total) for total in step_sums(model)}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in sums}
+
+
 def step_sums(model: nn.Module) -> list[Tensor]:
     """The buffers of a model that are sums over a step."""
     return [module.get_buffer(name) for module in model.modules() for name in module._non_persistent_buffers_set]

@@ -1,7 +1,5 @@
 """Prediction of the trained tokens of conversations: of answers, by the marks that `llmtrain prepare` stores beside the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

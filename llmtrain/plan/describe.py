@@ -120,11 +120,7 @@ class Description:
 
 
 def describe(
-    config: Config,
-    world_size: int = 1,
-    device: Device | None = None,
-    mfu: float = 0.5,
-    per_node: int = GPUS_PER_NODE,
+    config: Config, world_size: int = 1, device: Device | None = None, mfu: float = 0.5, per_node: int = GPUS_PER_NODE
 ) -> Description:
     """Describes a config without allocating its weights.
 

@@ -1,7 +1,5 @@
 """One rank, from the config to its exit status, with one error message for the whole run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -1,7 +1,5 @@
 """The scene of all campaigns."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -19,7 +19,7 @@ def outcome(folder: Path) -> dict[str, str]:
 
 def lines(text: str) -> list[str]:
     """Lines without durations, and without those of a start that took long."""
-    found = re.sub(r" +[\d.:]+ (m?s|min|h)\b", " TIME", text).splitlines()
+    found = re.sub(r" +[\d.:]+ (m?s|min|h|left|[kMG]?B/s|tokens/s)", " TIME", text).splitlines()
     return [line for line in found if not line.startswith("start: ")]
 
 
@@ -38,6 +38,7 @@ class Expected:
             found.append((outcome(place), lines(text)))
             shutil.rmtree(place)
         self.files = {name: digest for name, digest in found[0][0].items() if found[1][0].get(name) == digest}
+        self.names = found[0][0].keys() & found[1][0].keys()
         self.lines = set(found[0][1]) & set(found[1][1])
 
     def differences(self, before: dict[str, str], after: dict[str, str], text: str) -> list[str]:

@@ -1,7 +1,5 @@
 """A folder with a file of every kind that a command reads, and commands that read them, by relative paths."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

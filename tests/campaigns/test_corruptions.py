@@ -3,8 +3,7 @@
 `pytest -m campaign tests/campaigns`; LLMTRAIN_CAMPAIGN: number of damages; LLMTRAIN_TEST_SEED: others.
 """
 
-from __future__ import annotations
-
+import json
 import os
 import random
 import shutil
@@ -43,6 +42,21 @@ def _flip(content: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+def _set_value(content: bytes, rng: random.Random) -> bytes:
+    """Another value at a place of a JSON file; of others, a bit."""
+    try:
+        inside = found = json.loads(content)
+    except ValueError:
+        return _flip(content, rng)
+    while isinstance(inside, dict | list) and inside:
+        key = rng.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        if not isinstance(inside[key], dict | list) or rng.random() < 0.3:
+            inside[key] = rng.choice([None, True, -1, 0, 3, 10**9, 1e30, -0.5, "x", "", [], [1], ["a"], {}, {"a": 1}])
+            break
+        inside = inside[key]
+    return json.dumps(found).encode()
+
+
 def _replace(make: Callable[[Path], object]) -> Damage:
     def damage(file: Path, rng: random.Random) -> None:
         file.unlink()
@@ -77,6 +91,7 @@ DAMAGES: dict[str, Damage] = {
     "random": _edit(lambda content, rng: rng.randbytes(len(content))),
     "longer": _edit(lambda content, rng: content + content),
     "brackets": _edit(lambda content, rng: b"[" * 300_000),
+    "value": _edit(_set_value),
     "number": _edit(lambda content, rng: b"7\n"),
     "list": _edit(lambda content, rng: b"[1, {}, null]\n"),
     "mapping": _edit(lambda content, rng: b'{"a": 1}\n'),

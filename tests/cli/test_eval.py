@@ -1,6 +1,7 @@
 """`llmtrain eval`: results, continued runs and refusals."""
 
 import csv
+import itertools
 import json
 import shutil
 import sys
@@ -75,20 +76,23 @@ def test_a_repeated_run_asks_nothing_and_loads_no_model(place, tmp_path, whole, 
     assert scores(again) == scores(whole)
 
 
-def test_an_interrupted_run_continues(place, tmp_path, whole, monkeypatch, capsys):
-    file = place.write({})
-    calls, loglikelihood = 0, HybridScorer.loglikelihood
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have a call of the scorer's, counted from 1, end by Ctrl-C."""
+    calls, loglikelihood = itertools.count(1), HybridScorer.loglikelihood
 
     def interrupted(self: HybridScorer, *args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
+        if next(calls) == number:
             raise KeyboardInterrupt
         return loglikelihood(self, *args, **options)
 
+    monkeypatch.setattr(HybridScorer, "loglikelihood", interrupted)
+
+
+def test_an_interrupted_run_continues(place, tmp_path, whole, monkeypatch, capsys):
+    file = place.write({})
     few = ["--max-batch-tokens", "20"]  # so that there are several chunks
     with monkeypatch.context() as patched:
-        patched.setattr(HybridScorer, "loglikelihood", interrupted)
+        interrupt(patched, 4)
         assert main(["eval", str(file), "--out", str(tmp_path), *few]) == 130
     assert not (tmp_path / "results.json").exists()
     continued = evaluate(place, tmp_path, *few)
@@ -102,16 +106,7 @@ def test_an_interrupted_run_keeps_what_was_done_and_what_failed(place, tmp_path,
     (place.folder / "bad.yaml").write_text(
         '{"name": "bad", "type": "multiple_choice", "source": {"path": "bad.jsonl"}}'
     )
-    calls, loglikelihood = 0, HybridScorer.loglikelihood
-
-    def interrupted(self: HybridScorer, *args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-        return loglikelihood(self, *args, **options)
-
-    monkeypatch.setattr(HybridScorer, "loglikelihood", interrupted)
+    interrupt(monkeypatch, 2)
     file = place.write({"tasks": [str(place.folder / "bad.yaml"), *place.tasks[1:3]]})
     assert main(["eval", str(file), "--out", str(tmp_path)]) == 130
     content = json.loads((tmp_path / "results.json").read_text())

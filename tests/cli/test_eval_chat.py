@@ -1,7 +1,5 @@
 """`llmtrain eval` with chat templates: settings, results, stored answers and refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on answers beside a plain formula: sums over trained tokens of whole conversations, divided by their number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

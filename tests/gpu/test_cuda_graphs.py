@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig, ModelConfig
@@ -21,21 +22,15 @@ from tests.support.models import VOCAB
 
 pytestmark = pytest.mark.gpu
 OBJECTIVE = NextToken()
-MODEL = {
-    "vocab_size": 512,
-    "d_model": 256,
-    "max_seq_len": 256,
-    "blocks": {
-        "m": {"type": "mamba2", "d_state": 64, "head_dim": 64, "chunk_size": 64},
-        "a": {
-            "type": "attention",
-            "n_heads": 4,
-            "position": {"type": "rotary"},
-            "mlp": {"type": "swiglu", "d_ff": 512},
-        },
-    },
-    "layers": "m a m",
-}
+MODEL = yaml.safe_load("""
+vocab_size: 512
+d_model: 256
+max_seq_len: 256
+blocks:
+  m: {type: mamba2, d_state: 64, head_dim: 64, chunk_size: 64}
+  a: {type: attention, n_heads: 4, position: {type: rotary}, mlp: {type: swiglu, d_ff: 512}}
+layers: m a m
+""")
 
 
 def model(compiled: bool = True, **changes: object) -> CausalLM:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from llmtrain.train.report.loggers import read_metrics
 
@@ -18,41 +19,37 @@ pytestmark = [
     pytest.mark.xdist_group("two_gpus"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-CONFIG = {
-    "name": "graphs",
-    "seed": 1,
-    "model": {
-        "vocab_size": 512,
-        "d_model": 256,
-        "max_seq_len": 256,
-        "blocks": {
-            "m": {"type": "mamba2", "d_state": 64, "head_dim": 64, "chunk_size": 64},
-            "s": {
-                "type": "shared_attention",
-                "n_heads": 4,
-                "n_shared": 2,
-                "position": {"type": "rotary"},
-                "mlp": {"type": "geglu", "d_ff": 512},
-                "adapter_rank": 8,
-            },
-        },
-        "layers": "m s+m m s+m",
-    },
-    "data": {"seq_len": 256},
-    "train": {
-        "duration": "12 steps",
-        "global_batch_size": 16,
-        "microbatch_size": 4,
-        "precision": "amp_bf16",
-        "compile": "on",
-        "sharding": {"strategy": "grad_op", "sync_every_microbatch": False},
-    },
-    "optimizer": {"lr": 1e-3},
-    "schedule": {"type": "constant"},
-    "eval": {"interval": "3 steps", "max_samples": 16},
-    "checkpoint": {"interval": "4 steps"},
-    "logging": {"tensorboard": False, "step_times": 1},
-}
+CONFIG = yaml.safe_load("""
+name: graphs
+seed: 1
+model:
+  vocab_size: 512
+  d_model: 256
+  max_seq_len: 256
+  blocks:
+    m: {type: mamba2, d_state: 64, head_dim: 64, chunk_size: 64}
+    s:
+      type: shared_attention
+      n_heads: 4
+      n_shared: 2
+      position: {type: rotary}
+      mlp: {type: geglu, d_ff: 512}
+      adapter_rank: 8
+  layers: m s+m m s+m
+data: {seq_len: 256}
+train:
+  duration: 12 steps
+  global_batch_size: 16
+  microbatch_size: 4
+  precision: amp_bf16
+  compile: "on"
+  sharding: {strategy: grad_op, sync_every_microbatch: false}
+optimizer: {lr: 0.001}
+schedule: {type: constant}
+eval: {interval: 3 steps, max_samples: 16}
+checkpoint: {interval: 4 steps}
+logging: {tensorboard: false, step_times: 1}
+""")
 
 VALIDATION = "metrics/validation/cross_entropy"
 

@@ -21,6 +21,7 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.models.config import ModelConfig
 from tests.support import checkpoints
 from tests.support.icl import byte_level, some_sentence
+from tests.support.tiny import BLOCKS
 
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip("needs lm_eval, of the development dependencies", allow_module_level=True)
@@ -34,31 +35,10 @@ from llmtrain.eval.lm_eval_model import LlmtrainLM
 ROOT = Path(__file__).parents[2]
 WINDOW = 96
 SIZES = {"vocab_size": 640, "d_model": 32, "max_seq_len": WINDOW}
-LLAMA = {
-    "blocks": {
-        "attn": {
-            "type": "attention",
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "position": {"type": "rotary"},
-            "mlp": {"type": "swiglu", "d_ff": 48},
-        }
-    },
-    "layers": "attn*2",
-}
-ZAMBA = {
-    "blocks": {
-        "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
-        "s": {
-            "type": "shared_attention",
-            "n_heads": 2,
-            "position": {"type": "rotary"},
-            "mlp": {"type": "geglu", "d_ff": 48},
-            "adapter_rank": 4,
-        },
-    },
-    "layers": "m (s+m)*2",
-}
+_MLP = {"type": "swiglu", "d_ff": 48}
+_ATTENTION = {"type": "attention", "n_heads": 4, "n_kv_heads": 2, "position": {"type": "rotary"}, "mlp": _MLP}
+LLAMA = {"blocks": {"attn": _ATTENTION}, "layers": "attn*2"}
+ZAMBA = {"blocks": BLOCKS, "layers": "m (s+m)*2"}
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}<|start|>{{ message['role'] }}<|end|>{{ message['content'] }}\n{% endfor %}\
 {% if add_generation_prompt %}<|start|>assistant<|end|>{% endif %}"""

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
 from tests.numerics import test_hf_decoders as decoders
+from tests.numerics import test_hf_experts as experts
 from tests.numerics import test_hf_hybrids as hybrids
 from tests.support import hf, hf_families
 from tests.support.closeness import rounding
@@ -28,6 +29,9 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
         for name, peer in [*hybrids.PEERS.items(), *hf_families.PEERS.items()]
     },
 }
+for name, peer in experts.PEERS.items():  # those that may have none: in every other case
+    dense = PEERS[name][0] if name in PEERS else peer.draw
+    PEERS[name] = (lambda rng, i, draws=(dense, peer.draw): draws[i % 2](rng, i)), peer.config, peer.model
 
 # Fields of PreTrainedConfig: of tasks and of what a call returns.
 OF_ALL = {
@@ -44,11 +48,9 @@ _NO_PART: dict[str, Any] = {
     "eos_token_id": 4,
     "attention_dropout": 0.3,
     "num_logits_to_keep": 3,
-    # Without experts:
-    "num_experts_per_tok": 1,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.5,
 }
+# Of models without experts:
+_ROUTER = {"num_experts_per_tok": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.5}
 NO_PART: dict[str, dict[str, Any]] = {
     "llama": {"pretraining_tp": 2},
     "phi3": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "original_max_position_embeddings": 64},
@@ -64,7 +66,8 @@ NO_PART: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"residual_in_fp32": False, "rescale_prenorm_residual": True, "time_step_rank": 7},
     "zamba2": {"use_mamba_kernels": False, "use_mem_eff_path": True},
-    "nemotron_h": {
+    "nemotron_h": _ROUTER
+    | {
         "use_mamba_kernels": False,
         "mamba_proj_bias": True,
         "mamba_ssm_cache_dtype": "bfloat16",
@@ -84,10 +87,11 @@ NO_PART: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.2,
         "rescale_prenorm_residual": False,
     },
+    "dots1": {"max_window_layers": 1},
     "bamba": {"z_loss_coefficient": 0.1},
-    "granitemoehybrid": {"intermediate_size": 44},
+    "granitemoehybrid": _ROUTER | {"intermediate_size": 44},
     "falcon_h1": {"mamba_expand": 5},
-    "qwen3_next": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "qwen3_next": _ROUTER | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     "olmo_hybrid": {"linear_dt_init_floor": 1e-3},
 }
 
@@ -97,12 +101,13 @@ READ = {"vocab_size": 67, "max_position_embeddings": 96}
 # Fields that are refused where they have this value.
 REFUSED: dict[str, dict[str, Any]] = {
     "mpt": {"expansion_ratio": 2, "no_bias": False, "logit_scale": 0.5, "norm_type": "rmsnorm"},
+    "olmoe": {"clip_qkv": 5.0},
     "gemma2": {"use_bidirectional_attention": True},
     "gemma3_text": {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
     "mamba2": {"hidden_act": "gelu"},
     "zamba2": {"use_conv_bias": False, "use_long_context": True},
     "bamba": {"hidden_act": "gelu"},
-    "granitemoehybrid": {"hidden_act": "gelu", "num_local_experts": 4},
+    "granitemoehybrid": {"hidden_act": "gelu"},
     "falcon_h1": {"hidden_act": "gelu"},
     "qwen3_next": {"hidden_act": "gelu"},
     "olmo_hybrid": {"hidden_act": "gelu"},
@@ -122,7 +127,9 @@ def fields(name: str) -> set[str]:
 
 
 def of(name: str, table: dict[str, dict[str, Any]], common: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {key: value for key, value in (common or {}).items() if key in fields(name)} | table.get(name, {})
+    found = (common or {}) | table.get(name, {})
+    shared = {*(common or {}), *_ROUTER}
+    return {key: value for key, value in found.items() if key in fields(name) or key not in shared}
 
 
 def example(name: str) -> Any:

@@ -1,9 +1,9 @@
 """The Triton kernels around the scan through Triton's interpreter on a CPU, and how they are launched.
 
 In a process of their own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_accumulate.py,
-interpreted_conv1d.py, interpreted_documents.py (whole models), interpreted_float8_cast.py, interpreted_gated_norm.py,
-interpreted_glu.py, interpreted_mixer.py, interpreted_norm.py, interpreted_rotary.py and, of `bench tune`, in
-interpreted_tuning.py.
+interpreted_conv1d.py, interpreted_documents.py (whole models), interpreted_experts.py, interpreted_float8_cast.py,
+interpreted_gated_norm.py, interpreted_glu.py, interpreted_mixer.py, interpreted_norm.py, interpreted_rotary.py and, of
+`bench tune`, in interpreted_tuning.py.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ from tests.support.live_bytes import launches, peak_mib
 
 
 def test_the_interpreted_kernels_agree_with_the_reference():
-    parts = ("conv1d", "documents", "float8_cast", "gated_norm", "glu", "mixer", "norm", "rotary", "tuning")
+    parts = ("conv1d", "documents", "experts", "float8_cast", "gated_norm", "glu", "mixer", "norm", "rotary", "tuning")
     run_interpreted("accumulate", *parts)
 
 
 @pytest.mark.ci
 def test_further_cases():
-    run_interpreted("conv1d", "gated_norm", "mixer", "norm", cases="ci and not slow")
+    run_interpreted("conv1d", "experts", "gated_norm", "mixer", "norm", cases="ci and not slow")
 
 
 @pytest.mark.slow

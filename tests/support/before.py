@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 STEPS = 8
 UNPUBLISHED = ("hybrid",)
 """Models of no class in transformers."""
@@ -45,58 +47,39 @@ _SHARED: dict[str, Any] = {
     "checkpoint": {"interval": f"{_SAVED} steps", "keep_last": None},
     "logging": {"tensorboard": False, "progress_bar": False},
 }
-_MODELS: dict[str, dict[str, Any]] = {
-    "zamba": {
-        "vocab_size": 300,
-        "d_model": 32,
-        "max_seq_len": 32,
-        "blocks": {
-            "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16},
-            "s": {
-                "type": "shared_attention",
-                "n_heads": 2,
-                "n_shared": 1,
-                "position": {"type": "rotary"},
-                "attn_adapter_rank": 4,
-                "mlp": {"type": "geglu", "d_ff": 48},
-                "adapter_rank": 4,
-            },
-        },
-        "layers": "m (s+m m)*2",
-    },
-    "mpt": {
-        "vocab_size": 300,
-        "d_model": 32,
-        "max_seq_len": 32,
-        "norm": {"type": "layernorm"},
-        "blocks": {
-            "attn": {
-                "type": "attention",
-                "n_heads": 2,
-                "position": {"type": "alibi"},
-                "mlp": {"type": "gelu", "d_ff": 128},
-            }
-        },
-        "layers": "attn*2",
-    },
-    "hybrid": {
-        "vocab_size": 300,
-        "d_model": 32,
-        "max_seq_len": 32,
-        "tie_embeddings": False,
-        "blocks": {
-            "g": {"type": "gated_deltanet", "n_heads": 2, "key_head_dim": 8, "value_head_dim": 16},
-            "a": {
-                "type": "attention",
-                "n_heads": 2,
-                "n_kv_heads": 1,
-                "position": {"type": "rotary"},
-                "mlp": {"type": "swiglu", "d_ff": 64},
-            },
-        },
-        "layers": "g a g",
-    },
-}
+_MODELS: dict[str, dict[str, Any]] = yaml.safe_load("""
+zamba:
+  vocab_size: 300
+  d_model: 32
+  max_seq_len: 32
+  blocks:
+    m: {type: mamba2, d_state: 8, head_dim: 16, chunk_size: 16}
+    s:
+      type: shared_attention
+      n_heads: 2
+      n_shared: 1
+      position: {type: rotary}
+      attn_adapter_rank: 4
+      mlp: {type: geglu, d_ff: 48}
+      adapter_rank: 4
+  layers: "m (s+m m)*2"
+mpt:
+  vocab_size: 300
+  d_model: 32
+  max_seq_len: 32
+  norm: {type: layernorm}
+  blocks: {attn: {type: attention, n_heads: 2, position: {type: alibi}, mlp: {type: gelu, d_ff: 128}}}
+  layers: "attn*2"
+hybrid:
+  vocab_size: 300
+  d_model: 32
+  max_seq_len: 32
+  tie_embeddings: false
+  blocks:
+    g: {type: gated_deltanet, n_heads: 2, key_head_dim: 8, value_head_dim: 16}
+    a: {type: attention, n_heads: 2, n_kv_heads: 1, position: {type: rotary}, mlp: {type: swiglu, d_ff: 64}}
+  layers: g a g
+""")
 _MORE: dict[str, dict[str, Any]] = {
     "hybrid": {
         "train": _SHARED["train"] | {"ema": {"decay": 0.9}},

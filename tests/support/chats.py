@@ -1,7 +1,5 @@
 """Conversations for tests, with answers of very different lengths, prepared."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -7,6 +7,7 @@ A request is (context ids, continuation ids), or (context ids, most new tokens) 
 import random
 import re
 import string
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Record = dict[str, Any]
@@ -72,33 +73,46 @@ def question_context(settings: FoundrySettings, text: str, before: str) -> str:
     return context + settings.continuation_delimiter
 
 
-def multiple_choice(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
+def prompted(
+    records: list[Record], settings: FoundrySettings, shots: int, example: Callable[[Record, str], str]
+) -> Iterator[tuple[Record, str]]:
+    """Each record, and what stands before its question. example: text of a record behind what is there already."""
     records = [stripped(record) for record in records]
     rng = random.Random(1234)
-    documents = []
     for index, record in enumerate(records):
         before = settings.prompt_string
         for number in examples_of(len(records), index, shots, rng) if shots else ():
-            example = records[number]
-            before += question_context(settings, example["query"], before) + example["choices"][example["gold"]]
-        context = question_context(settings, record["query"], before).rstrip()
-        ids = begin(tokenizer, before) + plain(tokenizer, context)
-        documents.append([(ids, plain(tokenizer, spaced(tokenizer, choice))) for choice in record["choices"]])
-    return documents
+            before += example(records[number], before)
+        yield record, before
+
+
+def asked(record: Record, key: str, before: str, tokenizer: Any, settings: FoundrySettings) -> list[int]:
+    """Tokens of what stands before a question and of the question."""
+    return begin(tokenizer, before) + plain(tokenizer, question_context(settings, record[key], before).rstrip())
+
+
+def multiple_choice(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
+    def example(one: Record, before: str) -> str:
+        return question_context(settings, one["query"], before) + one["choices"][one["gold"]]
+
+    return [
+        [
+            (asked(record, "query", before, tokenizer, settings), plain(tokenizer, spaced(tokenizer, choice)))
+            for choice in record["choices"]
+        ]
+        for record, before in prompted(records, settings, shots, example)
+    ]
 
 
 def schema(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
-    records = [stripped(record) for record in records]
-    rng = random.Random(1234)
+    def example(one: Record, before: str) -> str:
+        context = one["context_options"][one["gold"]]
+        if before:
+            context = settings.example_delimiter + context
+        return settings.prelimiter + context + settings.continuation_delimiter + one["continuation"]
+
     documents = []
-    for index, record in enumerate(records):
-        before = settings.prompt_string
-        for number in examples_of(len(records), index, shots, rng) if shots else ():
-            example = records[number]
-            context = example["context_options"][example["gold"]]
-            if before:
-                context = settings.example_delimiter + context
-            before += settings.prelimiter + context + settings.continuation_delimiter + example["continuation"]
+    for record, before in prompted(records, settings, shots, example):
         if before:
             end = settings.continuation_delimiter.rstrip()
             contexts = [
@@ -112,42 +126,34 @@ def schema(records: list[Record], tokenizer: Any, settings: FoundrySettings, sho
 
 
 def language_modeling(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
-    records = [stripped(record) for record in records]
-    rng = random.Random(1234)
-    documents = []
-    for index, record in enumerate(records):
-        before = settings.prompt_string
-        for number in examples_of(len(records), index, shots, rng) if shots else ():
-            example = records[number]
-            before += question_context(settings, example["context"], before) + example["continuation"]
-        context = question_context(settings, record["context"], before).rstrip()
-        ids = begin(tokenizer, before) + plain(tokenizer, context)
-        documents.append([(ids, plain(tokenizer, spaced(tokenizer, record["continuation"])))])
-    return documents
+    def example(one: Record, before: str) -> str:
+        return question_context(settings, one["context"], before) + one["continuation"]
+
+    return [
+        [
+            (
+                asked(record, "context", before, tokenizer, settings),
+                plain(tokenizer, spaced(tokenizer, record["continuation"])),
+            )
+        ]
+        for record, before in prompted(records, settings, shots, example)
+    ]
 
 
 def generation(records: list[Record], tokenizer: Any, settings: FoundrySettings, shots: int) -> list[list[Any]]:
-    reasons = "chain_of_thought" in records[0]
-    longest = 0
-    for record in records:
-        for answer in [record["answer"], *record.get("aliases", [])]:
-            text = record["chain_of_thought"] + settings.cot_delimiter + answer if reasons else answer
-            longest = max(longest, len(tokenizer(text)["input_ids"]))
+    def reasoned(one: Record, answer: str) -> str:
+        return one["chain_of_thought"] + settings.cot_delimiter + answer if "chain_of_thought" in records[0] else answer
+
+    def example(one: Record, before: str) -> str:
+        return question_context(settings, one["context"], before) + reasoned(one, one["answer"])
+
+    texts = [reasoned(one, answer) for one in records for answer in [one["answer"], *one.get("aliases", [])]]
+    longest = max(len(tokenizer(text)["input_ids"]) for text in texts)
     longest = max(longest + (10 if settings.cot_delimiter else 0), 1)
-    records = [stripped(record) for record in records]
-    rng = random.Random(1234)
-    documents = []
-    for index, record in enumerate(records):
-        before = settings.prompt_string
-        for number in examples_of(len(records), index, shots, rng) if shots else ():
-            example = records[number]
-            answer = example["answer"]
-            if reasons:
-                answer = example["chain_of_thought"] + settings.cot_delimiter + answer
-            before += question_context(settings, example["context"], before) + answer
-        context = question_context(settings, record["context"], before).rstrip()
-        documents.append([(begin(tokenizer, before) + plain(tokenizer, context), longest)])
-    return documents
+    return [
+        [(asked(record, "context", before, tokenizer, settings), longest)]
+        for record, before in prompted(records, settings, shots, example)
+    ]
 
 
 TYPES = {

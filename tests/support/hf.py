@@ -24,6 +24,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Family, Weight
 from llmtrain.models.hf.load import load_hf, model_from_tensors
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import persistent_buffers
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261121"))
 CASES = 24
@@ -82,7 +83,11 @@ def published_config(config: Any) -> dict[str, Any]:
 def random_peer(case: Case, model_class: Any, tie: Callable[[Any], None] | None = None) -> Any:
     """A model with every weight away from its initial value, so that none can be swapped or dropped unseen. tie: done before."""
     torch.manual_seed(case.seed)
-    peer = model_class._from_config(case.config, attn_implementation="eager").float().eval()
+    peer = (
+        model_class._from_config(case.config, attn_implementation="eager", experts_implementation="eager")
+        .float()
+        .eval()
+    )
     if tie is not None:
         tie(peer)
     with torch.no_grad():
@@ -135,10 +140,11 @@ def logits_apart(ours: HybridLM, peer: Any, tokens: Tensor) -> float:
 def our_gradients(family: Family, ours: HybridLM, names: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
     """Gradients of the mean next-token loss by published name, as spelt in `names`. tokens: [batch, T + 1]."""
     ours.zero_grad()
+    ours._loss_names, ours.losses = [], None  # without those that layers attach, which the class leaves out too
     CausalLM(ours).loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
     found: dict[str, Tensor] = {}
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    for weight in family.weights(ours.config):
+    for weight in (weight for weight in family.weights(ours.config) if weight.ours in gradients):
         gradient = gradients.pop(weight.ours)
         assert gradient is not None, weight.ours
         found |= weight.split(gradient)
@@ -202,9 +208,33 @@ def by_names_in(names: Mapping[str, Any], tensors: dict[str, Tensor], weights: l
     spellings = {part.name: part.names for weight in weights for part in weight.parts}
     found = {next((s for s in spellings[name] if s in names), name): tensor for name, tensor in tensors.items()}
     for name in names:
+        if name not in found and name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")):
+            found[name] = _stacked(found, name)
+        if name not in found and name.endswith(".router.weight"):
+            found[name] = found.pop(name.replace(".router.", ".router.layer."))
+        if name not in found and name.endswith(".mlp.gate.weight"):
+            found[name] = found.pop(name.replace(".mlp.", ".block_sparse_moe."))
         if name not in found and name.endswith(".conv1d.weight"):
             found[name] = torch.cat([found.pop(name.replace(".conv1d.", f".{x}_conv1d.")) for x in "qkv"])
     return found
+
+
+def _stacked(found: dict[str, Tensor], name: str) -> Tensor:
+    """One tensor of a class for the matrices of all experts, of those in files, which are taken out of `found`."""
+    module, _, kind = name.rpartition(".")
+    for own, stacked in (("gate_up_proj", "input_linear"), ("down_proj", "output_linear")):
+        if kind == own and (whole := f"{module.removesuffix('.experts')}.{stacked}.weight") in found:
+            return found.pop(whole)
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj")}.get(kind, (kind,))
+    spelt = [(module, dict(zip(kinds, kinds, strict=True)))]
+    spelt += [(module.replace("model.layers", "backbone.layers"), spelt[0][1])]
+    spelt += [(module.replace(".mlp.experts", ".block_sparse_moe.experts"), _MIXTRAL)]
+    of, names = next((of, names) for of, names in spelt if f"{of}.0.{names[kinds[0]]}.weight" in found)
+    count = sum(name.startswith(f"{of}.") and name.endswith(f".{names[kinds[0]]}.weight") for name in found)
+    return torch.stack([torch.cat([found.pop(f"{of}.{i}.{names[one]}.weight") for one in kinds]) for i in range(count)])
+
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def assert_same_function(family: Family, ours: HybridLM, peer: Any, case: Case) -> None:
@@ -234,7 +264,7 @@ def assert_same_from_cache(ours: HybridLM, peer: Any, case: Case) -> None:
 
 
 def published_tensors(family: Family, ours: HybridLM) -> dict[str, Tensor]:
-    parameters = dict(ours.named_parameters())
+    parameters = {**dict(ours.named_parameters()), **persistent_buffers(ours)}
     made = [weight.split(parameters[weight.ours].detach()) for weight in family.weights(ours.config)]
     return {name: tensor for tensors in made for name, tensor in tensors.items()}
 
@@ -252,7 +282,7 @@ def assert_back_is_equal(family: Family, ours: HybridLM, peer: Any, case: Case, 
     other: further keys of config.json that need not be equal.
     """
     config = type(case.config).from_dict(written_config(family, ours))
-    fresh = type(peer)._from_config(config, attn_implementation="eager").float().eval()
+    fresh = type(peer)._from_config(config, attn_implementation="eager", experts_implementation="eager").float().eval()
     state = peer.state_dict()
     weights, published = family.weights(ours.config), published_tensors(family, ours)
     copies = {copy: part.name for weight in weights for part in weight.parts for copy in part.copies if copy in state}
@@ -266,7 +296,9 @@ def assert_export_loads(
 ) -> None:
     """Ours as a folder, read by from_pretrained without a key missing or left over."""
     export_to_folder(family, ours, folder)
-    fresh, info = type(peer).from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    fresh, info = type(peer).from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert_equal_models(fresh.eval(), peer, case, other)
 
@@ -298,10 +330,11 @@ def _with_defaults(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_of(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Parameters of HybridLM(config) and their shapes, in order; nothing is allocated."""
+    """Parameters and states of HybridLM(config) and their shapes, in order; nothing is allocated."""
     with torch.device("meta"):
         model = HybridLM(config, platform=platform.cpu())
-    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    once = {*dict(model.named_parameters()), *persistent_buffers(model)}
+    return [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name in once]
 
 
 def padding_apart(ours: HybridLM, peer: Any, case: Case, side: str) -> float:

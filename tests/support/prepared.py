@@ -3,12 +3,20 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from streaming.base.compression import decompress
 from streaming.base.format import reader_from_json
 
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
+from llmtrain.schema.data import PrepareConfig
+
+
+def small(folder: Path, *sources: Path | str, seq_len: int = 32, **settings: Any) -> PrepareConfig:
+    """Shards in FOLDER/out by FOLDER/tokenizer, made in this process; nothing is held out."""
+    places = {"out": str(folder / "out"), "tokenizer": str(folder / "tokenizer"), "validation_fraction": 0.0}
+    return PrepareConfig(**(places | {"sources": [*map(str, sources)], "seq_len": seq_len, "workers": 1} | settings))
 
 
 def digests(out: Path) -> dict[str, str]:

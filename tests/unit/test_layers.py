@@ -1,7 +1,5 @@
 """The floors of the package, by every import of its files: late ones and those for type checking count too."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """An evaluation YAML of LLM Foundry (of its `eval/eval.py`), or a list of its tasks, as one for `llmtrain eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LLM Foundry's finetuning loader as our `data.prepare` with chat records, and the objective on their trained tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmtrain.config.addresses import may_be_hub_name

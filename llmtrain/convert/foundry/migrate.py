@@ -1,7 +1,5 @@
 """A whole training YAML of LLM Foundry as one of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path

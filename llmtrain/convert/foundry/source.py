@@ -1,7 +1,5 @@
 """Reading of an LLM Foundry YAML: its shape, and its `${...}`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

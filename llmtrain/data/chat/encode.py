@@ -1,7 +1,5 @@
 """Tokenising renderings of conversations for the shards, with the flags of their tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

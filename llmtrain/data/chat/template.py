@@ -4,8 +4,6 @@ template = find_template(tokenizer, None)
 text, answers = template.render(messages)      # answers: (begin, end) characters of what `{% generation %}` encloses
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -162,14 +162,42 @@ def fingerprint(inputs: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(inputs, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+_KINDS = {"inputs": dict, "tokenizer": dict, "seq_len": int, "splits": dict, "skipped": dict, "baselines": dict}
+_COUNTS = ("documents", "bytes", "tokens", "samples")
+
+
+def _fault(manifest: dict[str, Any]) -> str | None:
+    """Entries of a manifest that are of another kind than `prepare` writes."""
+    wrong = [key for key, kind in _KINDS.items() if key in manifest and not isinstance(manifest[key], kind)]
+    if not wrong:
+        found = {f"splits.{name}": counts for name, counts in manifest.get("splits", {}).items()}
+        wrong = [key for key, counts in found.items() if not isinstance(counts, dict)]
+        numbers = {
+            f"{key}.{name}": counts.get(name, 0)
+            for key, counts in found.items()
+            if key not in wrong
+            for name in _COUNTS
+        }
+        if tokenizer := manifest.get("tokenizer"):
+            numbers |= {
+                "tokenizer.eod_id": tokenizer.get("eod_id"),
+                "tokenizer.vocab_size": tokenizer.get("vocab_size", 0),
+            }
+        wrong += [key for key, value in numbers.items() if type(value) is not int or value < 0]
+    return f"{', '.join(wrong)}: not what `llmtrain prepare` writes there" if wrong else None
+
+
 def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a finished folder, or None where there is none of ours. Raises PrepareError if it is damaged."""
+    """The manifest of a finished folder, or None where there is none of ours; a section that it lacks is empty. Raises PrepareError
+    if it is damaged."""
     file = Path(out) / MANIFEST
     try:
         found = read_json(file)
         if not isinstance(found, dict):
             raise PrepareError("is no JSON object")
-        return found if {"splits", "inputs", "tokenizer"} & found.keys() else None
+        if fault := _fault(found):
+            raise PrepareError(fault)
+        return {"splits": {}, "inputs": {}} | found if {"splits", "inputs", "tokenizer"} & found.keys() else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
@@ -192,6 +220,12 @@ def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[st
             f"{out} exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
         )
     refuse_other(out, manifest, inputs)
+    lacking = [*(_KINDS.keys() - manifest.keys())]
+    lacking += [f"splits.{name}" for name, split in manifest["splits"].items() if set(_COUNTS) - split.keys()]
+    if lacking:
+        raise PrepareError(
+            f"{out / MANIFEST}: it lacks {', '.join(sorted(lacking))}; make the folder anew with --overwrite"
+        )
     for name, split in manifest["splits"].items():
         _require_shards(out / name, split["samples"])
     return manifest

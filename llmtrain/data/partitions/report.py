@@ -1,7 +1,5 @@
 """Reports of finished partitions: their counts and shards, beside the arrays and the documents of each."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

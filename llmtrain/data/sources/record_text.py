@@ -1,7 +1,5 @@
 """The text of a record: of a line of JSON, or of a value that was read already. No file is opened here."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Samples of the sources, taken evenly: to train a tokenizer on, and to prove an engine that tokenizes."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each reader yields (row, value): the number of the row in the file, from 0, and 
 or the whole record, a mapping. A damaged file raises one of compression.DAMAGES; one without the column, NoSuchColumn.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

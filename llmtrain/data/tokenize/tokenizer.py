@@ -1,7 +1,5 @@
 """Loading and training tokenizers. Needs only `tokenizers`; transformers is a fallback for old, slow formats."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -313,8 +311,7 @@ def _load_hub(name: str) -> TextTokenizer:
 
     try:
         folder = snapshot_download(
-            name,
-            allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*", *COMPANIONS],
+            name, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges*", *COMPANIONS]
         )
     except HFValidationError as error:
         raise TokenizerError(f"'{name}' is neither a folder, nor a file, nor a name on the Hugging Face hub") from error

@@ -5,8 +5,6 @@ turns = [*style.system_turns(preamble), *question_turns("1 + 1 =", "2"), *questi
 text = style.prompt(turns)          # ends where the model's answer begins
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

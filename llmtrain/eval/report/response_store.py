@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.checksums import encode_record, read_records
+from llmtrain.config.output_folder import named
 from llmtrain.eval.prompts.requests import (
     GeneratedText,
     GenerateUntilRequest,
@@ -80,7 +81,7 @@ class ResponseStore:
             {"document": document, "answers": [_fields(one) for one in some]} for document, some in responses.items()
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+") as file:
+        with named(self.path), self.path.open("ab+") as file:
             if file.tell() == 0:
                 lines.insert(0, self.about)
             else:

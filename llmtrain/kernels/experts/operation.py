@@ -9,12 +9,12 @@ from llmtrain.kernels import operation as base
 from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.kernels.operation import Draw, Function, Operation, Shape, Work
 
-SIZES = {
-    "OLMoE-1B-7B": ExpertsSpec(2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": ExpertsSpec(2048, 768, 128, 8),
-    "Nemotron-3-Nano-30B-A3B": ExpertsSpec(2688, 1856, 128, 6, "relu2"),
-}
-"""Layers of published models."""
+SIZES = (
+    ExpertsSpec(2048, 1024, 64, 8),
+    ExpertsSpec(2048, 768, 128, 8),
+    ExpertsSpec(2688, 1856, 128, 6, "relu2"),
+)
+"""Layers of published models, of 7B, 30B and 30B parameters."""
 
 
 class Experts(Operation):
@@ -58,7 +58,7 @@ class Experts(Operation):
         if tiny:
             yield Shape(ExpertsSpec(32, 24, 4, 2, dtype="float32"), 2, 16)
             return
-        for spec in SIZES.values():
+        for spec in SIZES:
             for skew in (0.0, 1.0):
                 yield Shape(spec, 4, base.TOKENS // 4, options=(("skew", skew),))
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.refusals import refuse_triton
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -49,6 +50,12 @@ def refuse_grouped_mm(spec: ExpertsSpec, platform: Platform | None) -> str | Non
     return None
 
 
+def refuse_triton_rows(spec: ExpertsSpec, platform: Platform | None) -> str | None:
+    if spec.bias:
+        return "our Triton kernels have no biases of experts"
+    return refuse_triton(spec.dtype, platform)
+
+
 def preference(spec: ExpertsSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`."""
-    return ("grouped_mm", "reference")
+    """Backends for `auto`: our kernels were not measured beside PyTorch's yet, and take what that refuses."""
+    return ("grouped_mm", "triton", "reference")

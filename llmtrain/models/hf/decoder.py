@@ -29,11 +29,15 @@ class Decoder:
     model_type: ClassVar[str]
     has_layer_types: ClassVar[bool] = False
     """The class takes the kind of each layer from layer_types; otherwise all have the window, if there is one."""
+    layer_kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+    """Types of layers there."""
     eps: ClassVar[str] = "rms_norm_eps"
     activation: ClassVar[str] = "hidden_act"
     gated: ClassVar[bool] = True
     """The MLP is a gated one."""
     partial_rotary: ClassVar[bool] = False
+    experts: ClassVar[bool] = False
+    """The class has layers of experts."""
     norm: ClassVar[dict[str, Any]] = {"type": "rmsnorm"}
 
     # Names of tensors: of the model, of a layer by our names, and inside mixer and MLP.
@@ -82,7 +86,7 @@ class Decoder:
 
     def layer_types(self, config: Any, refusals: Refusals) -> list[str]:
         """The type of each layer, as in layer_types of config.json."""
-        return settings.layer_types(config, self.has_layer_types, refusals)
+        return settings.layer_types(config, self.has_layer_types, refusals, self.layer_kinds)
 
     def block_names(self, types: list[str]) -> dict[str, str]:
         """The name of our block for each type of layer."""
@@ -114,28 +118,31 @@ class Decoder:
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         blocks = self.layer_blocks(config)
-        mlp = blocks[0].mlp
-        assert isinstance(mlp, MLPSection)
         fields = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
-            "intermediate_size": mlp.d_ff,
             "num_hidden_layers": len(blocks),
-            self.activation: settings.write_mlp(mlp.type, self.gated),
             "max_position_embeddings": config.max_seq_len,
             "initializer_range": min(config.init.std, 1.0),  # the classes take no more
             self.eps: config.norm.eps,
             "tie_word_embeddings": config.tie_embeddings,
-            **({"mlp_bias": mlp.bias} if "mlp_bias" in self.kind.__dataclass_fields__ else {}),
+            **self.write_feed_forward(config, blocks),
             **self.write_mixers(config, blocks),
         }
         written = settings.class_config(self.kind, self.architecture, fields | self.write_fields(config, blocks))
         refuse_differences(config, self.read_config(written), self.architecture)
         return written
 
+    def write_feed_forward(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
+        """Keys of the feed-forward layers. layers: the block of each."""
+        mlp = layers[0].mlp
+        assert isinstance(mlp, MLPSection)
+        fields = {"intermediate_size": mlp.d_ff, self.activation: settings.write_mlp(mlp.type, self.gated)}
+        return fields | ({"mlp_bias": mlp.bias} if "mlp_bias" in self.kind.__dataclass_fields__ else {})
+
     def layer_blocks(self, config: ModelConfig) -> list[AttentionBlock]:
         """The block of each layer. Raises OtherLayersError for layers that the class does not have."""
-        return settings.attention_layers(config, self.architecture)
+        return settings.attention_layers(config, self.architecture, self.experts)
 
     def write_mixers(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         """Keys of the mixers. layers: the block of each."""
@@ -172,7 +179,6 @@ class Decoder:
 
     def _layer_weights(self, ours: str, theirs: str, block: AttentionBlock, config: ModelConfig) -> list[Weight]:
         """Weights of one layer, in the order of our parameters."""
-        assert isinstance(block.mlp, MLPSection)
         norms = {
             name: tensors.norm(f"{ours}.{name}", f"{theirs}.{published}", config.d_model, block.norm or config.norm)
             for name, published in self.norms_of(block).items()
@@ -182,7 +188,7 @@ class Decoder:
             *self.mixer_weights(f"{ours}.mixer", theirs, block, config),
             *norms.get("post_norm", []),
             *norms["mlp_norm"],
-            *self._mlp_weights(f"{ours}.mlp", f"{theirs}.{self.mlp}", block.mlp, config.d_model),
+            *self.feed_forward_weights(f"{ours}.mlp", theirs, block.mlp, config.d_model),
             *norms.get("mlp_post_norm", []),
         ]
 
@@ -202,7 +208,11 @@ class Decoder:
             by_head=self.qkv_by_head,
         )
 
-    def _mlp_weights(self, ours: str, theirs: str, mlp: MLPSection, d_model: int) -> list[Weight]:
+    def feed_forward_weights(self, ours: str, theirs: str, mlp: Any, d_model: int) -> list[Weight]:
+        """Weights of a feed-forward layer. theirs: the prefix of the layer."""
+        return self.mlp_weights(ours, f"{theirs}.{self.mlp}", mlp, d_model)
+
+    def mlp_weights(self, ours: str, theirs: str, mlp: MLPSection, d_model: int) -> list[Weight]:
         rows = (2 if mlp.gated else 1) * mlp.d_ff // len(self.mlp_in)
         return [
             *tensors.linear(f"{ours}.w_in", {f"{theirs}.{name}": rows for name in self.mlp_in}, d_model, mlp.bias),

@@ -23,12 +23,11 @@ _FIELDS = {
 class GatedDeltaNetDecoder(Decoder):
     """A family whose layers are Gated DeltaNet or attention without a window, each with a gated MLP."""
 
+    has_layer_types = True
+    layer_kinds = (LINEAR, FULL)
     linear_mixer: ClassVar[str] = "linear_attn"
     positions: ClassVar[Sequence[str]] = ("rotary",)
     """Types of positions of attention."""
-
-    def layer_types(self, config: Any, refusals: Refusals) -> list[str]:
-        return settings.layer_types(config, True, refusals, (LINEAR, FULL))
 
     def block_names(self, types: list[str]) -> dict[str, str]:
         return {kind: {LINEAR: "gdn", FULL: "attn"}[kind] for kind in types}
@@ -46,7 +45,7 @@ class GatedDeltaNetDecoder(Decoder):
 
     def layer_blocks(self, config: ModelConfig) -> list[Any]:
         kinds = {"gated_deltanet": GatedDeltaNetBlock, "attention": AttentionBlock}
-        found, refusals = settings.layer_blocks(config, self.architecture, kinds), Refusals()
+        found, refusals = settings.layer_blocks(config, self.architecture, kinds, self.experts), Refusals()
         for key, block in settings.used_blocks(config):
             settings.refuse_other_wiring(f"model.blocks.{key}", block, self.architecture, refusals, self.positions)
         refusals.check()

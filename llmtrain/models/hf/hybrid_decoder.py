@@ -11,6 +11,7 @@ from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.decoder import Decoder
 from llmtrain.models.hf.family import OtherLayersError, Weight
 from llmtrain.models.hf.settings import FULL, LINEAR, Refusals
+from llmtrain.models.sections.experts import ExpertsSection
 
 _FIELDS = {
     "mamba_d_state": "d_state",
@@ -35,6 +36,7 @@ class HybridDecoder(Decoder):
     """Types of positions of attention."""
     kinds: ClassVar[dict[str, type]] = {"mamba2": Mamba2Block, "attention": AttentionBlock}
     mamba: ClassVar[str] = "mamba"
+    layer_kinds = (LINEAR, FULL)
 
     def block_names(self, types: list[str]) -> dict[str, str]:
         return {kind: {LINEAR: "mamba", FULL: "attn"}.get(kind, kind) for kind in types}
@@ -44,7 +46,7 @@ class HybridDecoder(Decoder):
         return read_mamba(config, refusals) | {"mlp": block["mlp"]} if layer_type == LINEAR else block
 
     def layer_blocks(self, config: ModelConfig) -> list[Any]:
-        found, refusals = settings.layer_blocks(config, self.architecture, self.kinds), Refusals()
+        found, refusals = settings.layer_blocks(config, self.architecture, self.kinds, self.experts), Refusals()
         for key, block in settings.used_blocks(config):
             self.refuse_wiring(f"model.blocks.{key}", block, config, refusals)
         refusals.check(OtherLayersError)
@@ -53,7 +55,7 @@ class HybridDecoder(Decoder):
     def refuse_wiring(self, key: str, block: Block, config: ModelConfig, refusals: Refusals) -> None:
         """Refuse what the class cannot have in a layer, and what could not be written."""
         settings.refuse_other_wiring(key, block, self.architecture, refusals, self.positions)
-        kind = block.mlp and block.mlp.type
+        kind = block.mlp and (block.mlp.activation if isinstance(block.mlp, ExpertsSection) else block.mlp.type)
         if any(isinstance(part, Mamba2Block) for _, part in block.parts()):
             instead = f"{self.architecture} has swiglu beside mamba2; set type: swiglu"
             refusals.unless(kind in ("swiglu", None), f"{key}.mlp.type", kind, instead)

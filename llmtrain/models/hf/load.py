@@ -16,6 +16,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config
 from llmtrain.models.hf.hf_checkpoint import HFCheckpoint, open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import persistent_buffers
 
 # Tables that old versions of transformers stored beside the weights; computed here.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -51,7 +52,9 @@ def model_from_tensors(
     with torch.device("meta"):
         model = HybridLM(model_config, platform=platform, dtype=dtype).cast(dtype)
     model.to_empty(device="cpu")
-    parameters = dict(model.named_parameters())
+    for buffer in model.buffers():
+        buffer.zero_()
+    parameters = {**dict(model.named_parameters()), **persistent_buffers(model)}
     with torch.no_grad():
         for weight in weights:
             try:

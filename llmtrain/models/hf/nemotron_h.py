@@ -1,5 +1,5 @@
 """Nemotron-H (arXiv:2504.03624) as transformers' NemotronHForCausalLM: Mamba-2 and attention without positions, some of them
-with an MLP behind."""
+with an MLP or experts behind."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,15 @@ from transformers import NemotronHConfig
 from llmtrain.models.config import AttentionBlock, Mamba2Block, ModelConfig
 from llmtrain.models.hf import settings, tensors
 from llmtrain.models.hf.differences import refuse_differences
+from llmtrain.models.hf.experts import BIASED_SIGMOID, SIGMOID_FIELDS
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.settings import FULL, LINEAR, Refusals
 from llmtrain.models.pattern import Layer, format_pattern
+from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.sections.experts import ExpertsSection
 
-_MLP = "mlp"
+_BEHIND = {"mlp": "_mlp", "moe": "_experts"}
+"""Types of layers that join the mixer before them, and the end of the name of the block that they make with it."""
 _PATTERN = "hybrid_override_pattern"
 _NAMES = {LINEAR: "mamba", FULL: "attn"}
 _LETTERS = {"mamba2": "M", "attention": "*"}
@@ -32,7 +36,9 @@ _NO_LIMIT = 1e-30
 
 
 class NemotronH:
-    """The class counts an MLP as a layer of its own; here it is the `mlp` of the block before it.
+    """The class counts an MLP, or experts, as a layer of its own; here it is the `mlp` of the block before it.
+
+    Experts (Nemotron 3) have DeepSeek-V3's router, and in some models fewer channels than the stream (moe_latent_size).
 
     Not read, because without effect on the outputs: mamba_proj_bias, hidden_dropout, residual_in_fp32, time_step_limit (the
     class has [time_step_min, Infinity]). Not written: model.dropout, a_init_range.
@@ -61,7 +67,8 @@ class NemotronH:
         kind = settings.read_mlp(config, "mlp_hidden_act", refusals, gated=False)
         refusals.check()
         mlp = {"type": kind, "d_ff": config.intermediate_size, "bias": config.mlp_bias}
-        blocks |= {f"{name}_mlp": block | {"mlp": mlp} for name, block in blocks.items()}
+        behind = {"_mlp": mlp, "_experts": _read_experts(config, kind)}
+        blocks |= {name + end: block | {"mlp": mlp} for name, block in blocks.items() for end, mlp in behind.items()}
         return settings.validate_section(
             {
                 "vocab_size": config.vocab_size,
@@ -77,7 +84,7 @@ class NemotronH:
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         blocks = self._blocks(config)
-        pattern = "".join(_LETTERS[block.type] + ("-" if block.mlp else "") for block in blocks)
+        pattern = "".join(_LETTERS[block.type] + _letter(block.mlp) for block in blocks)
         fields = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.d_model,
@@ -88,7 +95,9 @@ class NemotronH:
             "tie_word_embeddings": False,
         }
         for block in reversed(blocks):
-            if block.mlp is not None:
+            if isinstance(block.mlp, ExpertsSection):
+                fields |= _write_experts(block.mlp)
+            elif block.mlp is not None:
                 activation = settings.write_mlp(block.mlp.type, gated=False)
                 fields |= {
                     "intermediate_size": block.mlp.d_ff,
@@ -113,7 +122,7 @@ class NemotronH:
 
     def _blocks(self, config: ModelConfig) -> list[Mamba2Block | AttentionBlock]:
         kinds = {"mamba2": Mamba2Block, "attention": AttentionBlock}
-        return settings.layer_blocks(config, self.architecture, kinds)
+        return settings.layer_blocks(config, self.architecture, kinds, experts=True)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         d, at = config.d_model, 0
@@ -125,14 +134,60 @@ class NemotronH:
             made += mixer(f"{ours}.mixer", f"{theirs}.mixer", block, config)  # type: ignore[arg-type]
             if block.mlp is not None:
                 at += 1
-                theirs, d_ff, bias = f"backbone.layers.{at}", block.mlp.d_ff, block.mlp.bias
+                theirs = f"backbone.layers.{at}"
                 made.append(tensors.same(f"{ours}.mlp_norm.weight", f"{theirs}.norm.weight", d))
-                made += tensors.linear(f"{ours}.mlp.w_in", {f"{theirs}.mixer.up_proj": d_ff}, d, bias)
-                made += tensors.linear(f"{ours}.mlp.w_out", {f"{theirs}.mixer.down_proj": d}, d_ff, bias)
+                made += _feed_forward(f"{ours}.mlp", f"{theirs}.mixer", block.mlp, d)
             at += 1
         made.append(tensors.same("norm.weight", "backbone.norm_f.weight", d))
         made += tensors.head(config, "lm_head.weight")
         return tensors.also_spelt(made, "backbone.", "model.")
+
+
+def _read_experts(config: Any, activation: str) -> dict[str, Any]:
+    shared = {"type": activation, "d_ff": config.moe_shared_expert_intermediate_size, "bias": config.mlp_bias}
+    return {
+        "type": "experts",
+        "n_experts": config.n_routed_experts,
+        "top_k": config.num_experts_per_tok,
+        "d_ff": config.moe_intermediate_size,
+        "activation": activation,
+        "latent": config.moe_latent_size,
+        "router": BIASED_SIGMOID | {ours: getattr(config, theirs) for theirs, ours in SIGMOID_FIELDS.items()},
+        "shared": shared,
+        "balance": {"weight": 0.0},
+    }
+
+
+def _write_experts(mlp: ExpertsSection) -> dict[str, Any]:
+    shared = mlp.shared and {"moe_shared_expert_intermediate_size": mlp.shared.d_ff, "mlp_bias": mlp.shared.bias}
+    return {
+        "mlp_hidden_act": settings.write_mlp(mlp.activation, gated=False),
+        "n_routed_experts": mlp.n_experts,
+        "num_experts_per_tok": mlp.top_k,
+        "moe_intermediate_size": mlp.d_ff,
+        "moe_latent_size": mlp.latent,
+        **{theirs: getattr(mlp.router, ours) for theirs, ours in SIGMOID_FIELDS.items()},
+        **(shared or {}),
+    }
+
+
+def _letter(mlp: MLPSection | ExpertsSection | None) -> str:
+    return "" if mlp is None else "E" if isinstance(mlp, ExpertsSection) else "-"
+
+
+def _feed_forward(ours: str, theirs: str, mlp: MLPSection | ExpertsSection, d: int) -> list[Weight]:
+    if isinstance(mlp, MLPSection):
+        made = tensors.linear(f"{ours}.w_in", {f"{theirs}.up_proj": mlp.d_ff}, d, mlp.bias)
+        return made + tensors.linear(f"{ours}.w_out", {f"{theirs}.down_proj": d}, mlp.d_ff, mlp.bias)
+    made = tensors.experts(ours, theirs, mlp, d, matrices_in=("up_proj",))
+    if mlp.latent is not None:
+        made.insert(2, tensors.same(f"{ours}.latent_in.weight", f"{theirs}.fc1_latent_proj.weight", mlp.latent, d))
+        made.append(tensors.same(f"{ours}.latent_out.weight", f"{theirs}.fc2_latent_proj.weight", d, mlp.latent))
+    return (
+        made
+        if mlp.shared is None
+        else made + _feed_forward(f"{ours}.shared", f"{theirs}.shared_experts", mlp.shared, d)
+    )
 
 
 def _layers_key(published: Mapping[str, Any]) -> tuple[str, str]:
@@ -149,7 +204,10 @@ def _refuse_letters(published: Mapping[str, Any]) -> None:
         pattern = published[_PATTERN]
         others = sorted(set(pattern) - set("M*-E")) if isinstance(pattern, str) else [pattern]
         refusals.unless(
-            bool(pattern) and not others, key, others or '""', "a string of M (Mamba-2), * (attention) and - (MLP)"
+            bool(pattern) and not others,
+            key,
+            others or '""',
+            "a string of M (Mamba-2), * (attention), - (MLP) and E (experts)",
         )
     refusals.check()
 
@@ -158,13 +216,13 @@ def _read_layers(types: list[str], key: str, letters: str, refusals: Refusals) -
     """Names of blocks for the types of layers, of which an MLP joins the one before. key, letters: see _layers_key."""
     layers: list[str] = []
     for i, kind in enumerate(types):
-        joins = kind == _MLP and bool(layers) and not layers[-1].endswith("_mlp")
+        joins = kind in _BEHIND and bool(layers) and layers[-1] in _NAMES.values()
         if joins:
-            layers[-1] += "_mlp"
+            layers[-1] += _BEHIND[kind]
         elif kind in _NAMES:
             layers.append(_NAMES[kind])
         else:
-            instead = "an MLP follows a mixer here" if kind == _MLP else "routed experts are not here"
+            instead = f"{'an MLP' if kind == 'mlp' else 'a layer of experts'} follows a mixer here"
             found = f"{letters[i]} ({kind})" if letters else kind
             refusals.unless(False, f"{key}[{i}]", found, instead)
     return layers

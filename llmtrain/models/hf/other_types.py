@@ -8,10 +8,6 @@ from typing import Any
 
 # Keys of config.json with a value -> what a model that has them needs, and no setting of ours says.
 _LACKING = {
-    "num_local_experts": "routed experts",
-    "num_experts": "routed experts",
-    "n_routed_experts": "routed experts",
-    "moe_num_experts": "routed experts",
     "mamba_dt_rank": "Mamba-1 layers",
     "time_step_rank": "Mamba-1 layers",
     "lru_width": "RG-LRU layers",

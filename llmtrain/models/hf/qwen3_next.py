@@ -1,5 +1,5 @@
-"""Qwen3-Next's dense models as transformers' Qwen3NextForCausalLM: Gated DeltaNet, and gated attention whose heads are rotated
-in part."""
+"""Qwen3-Next as transformers' Qwen3NextForCausalLM: Gated DeltaNet, and gated attention whose heads are rotated
+in part, with experts and without."""
 
 from __future__ import annotations
 
@@ -11,40 +11,30 @@ from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, ModelConf
 from llmtrain.models.hf import tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.gated_deltanet import GatedDeltaNetDecoder
+from llmtrain.models.hf.qwen3_moe import SparseSteps
 from llmtrain.models.hf.settings import LINEAR, Refusals
 
 
-class Qwen3Next(GatedDeltaNetDecoder):
-    """Not read, because without effect in a model without experts: their sizes and the settings of their router."""
-
+class Qwen3Next(SparseSteps, GatedDeltaNetDecoder):
+    dense = True
+    shared_width = "shared_expert_intermediate_size"
+    shared = "mlp.shared_expert"
+    shared_gate = "shared_expert_gate"
     kind = Qwen3NextConfig
     architecture = "Qwen3NextForCausalLM"
     model_type = "qwen3_next"
     norm = {"type": "rmsnorm", "zero_centered": True}
     partial_rotary = True
 
-    def read_model(self, config: Any, refusals: Refusals) -> dict[str, Any]:
-        sparse = [
-            i
-            for i in range(config.num_hidden_layers)
-            if config.num_experts > 0 and i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0
-        ]
-        found = f"{config.num_experts} in {len(sparse)} layers"
-        refusals.unless(not sparse, "num_experts", found, "routed experts are not here; num_experts: 0 is possible")
-        return {}
-
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         block = super().read_block(config, layer_type, refusals)
-        return block if layer_type == LINEAR else block | {"qk_norm": "head", "output_gate": True}
+        return block if layer_type.startswith(LINEAR) else block | {"qk_norm": "head", "output_gate": True}
 
     def write_position(self, block: AttentionBlock) -> dict[str, Any]:
         assert block.position.type == "rotary"
         # Without a fraction the class takes a quarter.
         written, fraction = super().write_position(block), {"partial_rotary_factor": block.position.fraction}
         return written | fraction | {"rope_parameters": written["rope_parameters"] | fraction}
-
-    def write_fields(self, config: ModelConfig, layers: list[AttentionBlock | GatedDeltaNetBlock]) -> dict[str, Any]:
-        return super().write_fields(config, layers) | {"num_experts": 0}
 
     def mixer_weights(
         self, ours: str, theirs: str, block: AttentionBlock | GatedDeltaNetBlock, config: ModelConfig

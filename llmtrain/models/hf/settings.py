@@ -294,31 +294,32 @@ def _refuse_other_layers(
     instead: str,
     architecture: str,
     refusals: Refusals,
+    experts: bool = False,
 ) -> None:
-    """Refuse a block of another type than these, and a feed-forward layer that is not dense."""
+    """Refuse a block of another type than these, and a feed-forward layer that is not dense. experts: or has experts."""
     refusals.unless(isinstance(block, kinds), f"model.blocks.{name}.type", block.type, instead)
-    dense = block.mlp is None or isinstance(block.mlp, MLPSection)
+    dense = experts or block.mlp is None or isinstance(block.mlp, MLPSection)
     found = block.mlp and block.mlp.type
     refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs, such as swiglu")
 
 
-def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type]) -> list[Any]:
-    """The block of each layer, all of these kinds, by type. Raises OtherLayersError for others."""
+def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type], experts: bool = False) -> list[Any]:
+    """The block of each layer, all of these kinds, by type. experts: some may have. Raises OtherLayersError for others."""
     refusals = Refusals()
     for layer in dict.fromkeys(config.layer_list()):
         block, instead = config.blocks[layer.block], f"{architecture} has {' and '.join(kinds)} layers"
-        _refuse_other_layers(layer.block, block, tuple(kinds.values()), instead, architecture, refusals)
+        _refuse_other_layers(layer.block, block, tuple(kinds.values()), instead, architecture, refusals, experts)
         refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{architecture} has no shared blocks")
     refusals.check(OtherLayersError)
     return [config.blocks[layer.block] for layer in config.layer_list()]
 
 
-def attention_layers(config: ModelConfig, architecture: str) -> list[AttentionBlock]:
-    """The block of each layer, all of them attention with rotary positions and an MLP.
+def attention_layers(config: ModelConfig, architecture: str, experts: bool = False) -> list[AttentionBlock]:
+    """The block of each layer, all of them attention with rotary positions and an MLP, or experts where the class has some.
 
     Raises OtherLayersError for others.
     """
-    found, refusals = layer_blocks(config, architecture, {"attention": AttentionBlock}), Refusals()
+    found, refusals = layer_blocks(config, architecture, {"attention": AttentionBlock}, experts), Refusals()
     for key, block in used_blocks(config):
         refuse_other_wiring(f"model.blocks.{key}", block, architecture, refusals)
     refusals.check(OtherLayersError)

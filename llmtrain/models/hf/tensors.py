@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, Mamba2Block, ModelConfig
 from llmtrain.models.hf.family import Part, Weight
+from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.layers import NormConfig
 
 
@@ -77,6 +78,35 @@ def attention_mixer(
     widths = {"full": (q, kv), "head": (spec.head_dim, spec.head_dim)}.get(block.qk_norm, ())
     for name, width in zip(("q_norm", "k_norm"), widths, strict=False):
         made += norm(f"{ours}.{name}", f"{theirs}.{name}", width, qk_norm)
+    return made
+
+
+def experts(
+    ours: str,
+    theirs: str,
+    mlp: ExpertsSection,
+    d_model: int,
+    gate: str = "gate",
+    matrices_in: tuple[str, ...] = ("gate_proj", "up_proj"),
+    matrix_out: str = "down_proj",
+    stacked: bool = False,
+) -> list[Weight]:
+    """Router and experts of a feed-forward layer. theirs: the prefix of the module that holds them; gate, matrices_in, matrix_out:
+    names of the router, and of the parts of each expert's two products. stacked: the matrices of all experts are one tensor."""
+    n, spec = mlp.n_experts, mlp.spec(d_model)
+    biased = mlp.router.choice_bias
+    made = [same(f"{ours}.choice_bias", f"{theirs}.{gate}.e_score_correction_bias", n)] if biased else []
+    made += linear(f"{ours}.router", {f"{theirs}.{gate}": n}, d_model, mlp.router.bias)
+
+    def parts(names: tuple[str, ...], rows: int, columns: int) -> tuple[Part, ...]:
+        if stacked:
+            return tuple(Part(f"{theirs}.{name}.weight", (n, rows, columns)) for name in names)
+        each, of_all = (rows // len(names), columns), range(n)
+        return tuple(Part(f"{theirs}.experts.{i}.{name}.weight", each) for i in of_all for name in names)
+
+    shape_in, shape_out = (spec.d_in, spec.d_model), (spec.d_model, spec.d_ff)
+    made.append(Weight(f"{ours}.experts.w_in", (n, *shape_in), parts(matrices_in, *shape_in)))
+    made.append(Weight(f"{ours}.experts.w_out", (n, *shape_out), parts((matrix_out,), *shape_out)))
     return made
 
 

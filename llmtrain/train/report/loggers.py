@@ -1,7 +1,5 @@
 """Destinations of metrics: RUN/metrics.jsonl, the terminal, TensorBoard, wandb."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

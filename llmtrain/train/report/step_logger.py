@@ -1,7 +1,5 @@
 """The base of what takes a run's metrics step by step."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

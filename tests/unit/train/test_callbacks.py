@@ -1,7 +1,5 @@
 """Dropout seeds, throughput arithmetic, and the files that metrics go to."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import resource

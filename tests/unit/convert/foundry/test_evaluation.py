@@ -1,7 +1,5 @@
 """Evaluation YAMLs of LLM Foundry: models and tasks are carried over, and what has no equal is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """LLM Foundry's YAMLs for finetuning, as runs of ours on the trained tokens of conversations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens and masks of conversations beside transformers', for the kinds of published chat templates."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

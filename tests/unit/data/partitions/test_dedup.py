@@ -21,7 +21,7 @@ from llmtrain.data.prepare_streams import prepare_streams
 from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.schema.data import PrepareConfig
-from tests.support.prepared import digests, documents
+from tests.support.prepared import digests, documents, small
 
 WORDS = "the quick brown fox jumps over lazy dogs".split()  # noqa: SIM905
 SEQ_LEN = 16
@@ -51,15 +51,8 @@ def config(tmp_path, monkeypatch) -> PrepareConfig:
     long = "\n".join(text(number) for number in range(1000, 1200))
     for name, content in (("long", long), ("long-again", long), ("long-other", f"{long}.")):
         (folder / f"{name}.txt").write_text(content)
-    return PrepareConfig(
-        sources=[str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "texts")],
-        out=str(tmp_path / "out"),
-        tokenizer=str(tmp_path / "tokenizer"),
-        seq_len=SEQ_LEN,
-        validation_fraction=0.1,
-        workers=1,
-        dedup=True,
-    )
+    sources = (tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "texts"))
+    return small(tmp_path, *sources, seq_len=SEQ_LEN, validation_fraction=0.1, dedup=True)
 
 
 def originals(config: PrepareConfig) -> list[tuple[str, str]]:

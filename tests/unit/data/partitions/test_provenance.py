@@ -18,7 +18,7 @@ from llmtrain.data.sources.files import SourceFile
 from llmtrain.data.sources.records import Slice
 from llmtrain.data.tokenize.tokenizer import load_tokenizer, train_bpe
 from llmtrain.schema.data import PrepareConfig
-from tests.support.prepared import digests
+from tests.support.prepared import digests, small
 
 SEQ_LEN = 32
 WORDS = "the quick brown fox jumps over lazy dogs".split()  # noqa: SIM905
@@ -49,15 +49,7 @@ def sources(tmp_path) -> list[str]:
 def config(tmp_path, sources, monkeypatch) -> PrepareConfig:
     monkeypatch.setattr(partitions, "PARTITION_BYTES", 10_000)
     train_bpe(["the quick brown fox"], 257).save(tmp_path / "tokenizer")
-    return PrepareConfig(
-        sources=sources,
-        out=str(tmp_path / "out"),
-        tokenizer=str(tmp_path / "tokenizer"),
-        seq_len=SEQ_LEN,
-        validation_fraction=0.2,
-        workers=1,
-        max_bad=0.1,
-    )
+    return small(tmp_path, *sources, seq_len=SEQ_LEN, validation_fraction=0.2, max_bad=0.1)
 
 
 def original(place: str, number: int | None) -> str:

@@ -22,6 +22,7 @@ from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.schema.data import PrepareConfig
 from tests.support.prepared import documents as prepared_documents
+from tests.support.prepared import small
 
 EOD, VOCABULARY = 0, 300
 Documents = list[list[int]]
@@ -49,6 +50,11 @@ def datatrove(path: Path, documents: Documents, itemsize: int = 2) -> Path:
     Path(f"{file}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
     Path(f"{file}.metadata").write_text(f"tokenizer|{itemsize}\n{sum(map(len, documents))}\n1.0K")
     return file
+
+
+def numpy_array(path: Path, documents: Documents) -> Path:
+    np.save(path.with_suffix(".npy"), np.concatenate([np.array(ids, np.uint16) for ids in documents]))
+    return path.with_suffix(".npy")
 
 
 def olmo(path: Path, documents: Documents, dtype: str = "uint16") -> Path:
@@ -149,17 +155,7 @@ def test_the_samples_are_those_of_the_text(tmp_path, tokenizer, name):
     path = FORMATS[name](tmp_path / "file", [[*tokenizer.encode(text), tokenizer.eod_id] for text in texts])
     made = {}
     for kind, source in (("text", tmp_path / "texts.jsonl"), ("tokens", path)):
-        made[kind] = prepare(
-            PrepareConfig(
-                sources=[str(source)],
-                out=str(tmp_path / kind),
-                tokenizer=str(tmp_path / "tokenizer"),
-                seq_len=32,
-                validation_fraction=0.0,
-                workers=1,
-            ),
-            progress=False,
-        )
+        made[kind] = prepare(small(tmp_path, source, out=str(tmp_path / kind)), progress=False)
     assert made["text"].split("train") == made["tokens"].split("train")
     stored = [open_place(str(folder.out / "train")) for folder in made.values()]
     text, tokens = ([one.tokens(number) for number in range(len(one.index.shards))] for one in stored if one)
@@ -170,17 +166,8 @@ def test_the_bytes_of_held_out_tokens_are_those_of_their_text(tmp_path, tokenize
     monkeypatch.setattr(partitions, "PARTITION_BYTES", 3000)
     texts = [f"the naïve 走 fox {number} {'dogs ' * (number % 17)}" for number in range(300)]
     documents = [[*tokenizer.encode(text), tokenizer.eod_id] for text in texts]
-    made = prepare(
-        PrepareConfig(
-            sources=[str(megatron(tmp_path / "file", documents))],
-            out=str(tmp_path / "out"),
-            tokenizer=str(tmp_path / "tokenizer"),
-            seq_len=16,
-            validation_fraction=0.3,
-            workers=1,
-        ),
-        progress=False,
-    )
+    source = megatron(tmp_path / "file", documents)
+    made = prepare(small(tmp_path, source, seq_len=16, validation_fraction=0.3), progress=False)
     train, held = made.split("train"), made.split("validation")
     assert train["documents"] + held["documents"] == 300 and held["documents"] > 40
     assert train["bytes"] + held["bytes"] == sum(len(text.encode()) for text in texts)
@@ -197,15 +184,7 @@ def test_the_bytes_of_held_out_tokens_are_those_of_their_text(tmp_path, tokenize
 
 def prepare_all(folder: Path, source: Path):
     """Shards of one file, none of whose documents is held out."""
-    config = PrepareConfig(
-        sources=[str(source)],
-        out=str(folder / "out"),
-        tokenizer=str(folder / "tokenizer"),
-        seq_len=8,
-        validation_fraction=0.0,
-        workers=1,
-    )
-    return prepare(config, progress=False)
+    return prepare(small(folder, source, seq_len=8), progress=False)
 
 
 def test_a_document_without_its_end_is_closed(tmp_path, tokenizer):
@@ -248,6 +227,24 @@ def test_a_file_that_is_damaged_or_of_another_tokenizer_is_set_aside_by_name(tmp
     with pytest.raises(SetAside, match=said) as found:
         read(path)
     assert found.value.bad.where == str(path) and found.value.bad.nbytes == path.stat().st_size
+
+
+@pytest.mark.parametrize(("write", "index"), [(megatron, ".idx"), (datatrove, ".ds.index"), (numpy_array, ".npy")])
+def test_a_bit_of_an_index_or_a_header_makes_no_fault(tmp_path, some, write, index):
+    """It is named, or other documents of the same file are read: these formats have no checksum."""
+    path = write(tmp_path / "file", some[:8])
+    content = (tmp_path / f"file{index}").read_bytes()
+    wrong = []
+    bits = range(8 * 9, 8 * min(len(content), 128))  # behind the words by which a kind is known
+    for bit in bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / f"file{index}").write_bytes(changed)
+        try:
+            read(path)
+        except SetAside as error:
+            wrong.append(error.bad.where)
+    assert set(wrong) == {str(path)} and len(wrong) > len(bits) / 2
 
 
 def test_documents_that_end_with_another_special_token_are_refused(tmp_path, some):

@@ -18,7 +18,8 @@ from llmtrain.data.shards.packing import document_ends
 from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.tokenize.end_of_document import check_documents, end_of_document
 from llmtrain.data.tokenize.tokenizer import train_bpe
-from llmtrain.schema.data import DataConfig, PrepareConfig
+from llmtrain.schema.data import DataConfig
+from tests.support.prepared import small
 
 
 def sample(*tokens: int, text_bytes: int = -1) -> dict:
@@ -65,16 +66,8 @@ def test_one_token_around_documents_is_recorded_and_read(tmp_path, packing, toke
         np.array([token for ids in documents for token in ids], np.uint16).tofile(tmp_path / "a.npy")
     else:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = PrepareConfig(
-        sources=[str(tmp_path / ("a.npy" if tokens else "a.jsonl"))],
-        out=str(tmp_path / "out"),
-        tokenizer=str(tmp_path / "tokenizer"),
-        seq_len=32,
-        validation_fraction=0.0,
-        add_bos_token=not tokens,
-        packing=packing,
-        workers=1,
-    )
+    source = tmp_path / ("a.npy" if tokens else "a.jsonl")
+    config = small(tmp_path, source, add_bos_token=not tokens, packing=packing)
     result = prepare(config, progress=False)
     assert result.split("train")["documents"] == 60 and result.manifest["tokenizer"]["begin_id"] == 0
     data = DataConfig(seq_len=32, prepare=config, mask_documents=True, num_workers=0, num_canonical_nodes=1)

@@ -66,20 +66,10 @@ def test_leaks_in_text_files_are_found_and_placed(corpus, documents, tokenizer):
 
 def test_leaks_in_shards_are_found_as_token_ids(corpus, documents, tokenizer, tmp_path):
     from llmtrain.data.prepare import prepare
-    from llmtrain.schema.data import PrepareConfig
+    from tests.support.prepared import small
 
     tokenizer.save(tmp_path / "tokenizer")
-    prepare(
-        PrepareConfig(
-            sources=[str(corpus / "leak.txt"), str(corpus / "clean.txt")],
-            out=str(tmp_path / "out"),
-            tokenizer=str(tmp_path / "tokenizer"),
-            seq_len=64,
-            validation_fraction=0.0,
-            workers=1,
-        ),
-        progress=False,
-    )
+    prepare(small(tmp_path, corpus / "leak.txt", corpus / "clean.txt", seq_len=64), progress=False)
     samples = list(mds_samples(tmp_path / "out" / "train", tokenizer))
     assert samples[-1].done == samples[-1].total == len(samples) > 5
     [found] = decontaminate({"mine": documents}, samples, tokenizer)

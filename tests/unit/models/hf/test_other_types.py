@@ -10,9 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
 
 LACKING = {
-    "mixtral": "needs what is not here: routed experts (num_local_experts); there is",
-    "deepseek_v3": "routed experts (n_routed_experts), latent attention (kv_lora_rank); of its settings no family here has",
-    "jamba": "routed experts (num_experts), Mamba-1 layers (mamba_dt_rank)",
+    "deepseek_v3": "latent attention (kv_lora_rank); of its settings no family here has",
+    "jamba": "Mamba-1 layers (mamba_dt_rank)",
     "mamba": "Mamba-1 layers (time_step_rank)",
     "rwkv": "RWKV layers (rescale_every)",
     "recurrent_gemma": "RG-LRU layers (lru_width); of its settings no family here has conv1d_width = 4, logits_soft_cap = 30.0",
@@ -25,7 +24,7 @@ LACKING = {
     "diffllama": "no family here has lambda_std_dev = 0.1",
     "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
     "glm4": '; its settings (attention_bias = true, head_dim = 128, hidden_act = "silu", hidden_size = 4096',
-    "ministral": "are mistral's too, but what its class computes with them is not known here; there is",
+    "ministral": "are dots1's too, but what its class computes with them is not known here; there is",
     "ernie4_5": "are llama's too, but",
     "seed_oss": "are llama's too, but what its class computes with them is not known here; there is",
     "cohere": "; the nearest family, bamba, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
@@ -69,7 +68,7 @@ def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "deepseek_v3"}, ", which needs what is not here: routed experts (n_routed_experts), latent"),
+        ({"model_type": "deepseek_v3"}, ", which needs what is not here: latent attention"),
         ({"model_type": "deepseek_v3", "n_routed_experts": None}, ", which needs what is not here: latent attention"),
         ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
         (

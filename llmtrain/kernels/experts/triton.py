@@ -1,0 +1,189 @@
+"""Experts by our Triton kernels: the operators and the backend. No atomics, and nothing that waits for the host.
+
+Kept for the backward pass are the first product's output and the order of the rows; the activation is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.experts import triton_kernels as kernels
+from llmtrain.kernels.experts.reference import Rows
+from llmtrain.kernels.experts.spec import GATED, ExpertsSpec
+from llmtrain.kernels.launch import cdiv, next_power_of_2
+from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.platform import Platform, build_vendor
+
+_SUM_BLOCK = 1024
+GROUP = 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Launch parameters of the products: block_m rows by block_n columns, block_k summed at a time. gradient: of weights."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+WIDE = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
+GRADIENT = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
+FULL = Tiles(32, 32, 32, 4, 2)
+"""Of fp32."""
+
+
+def tiles_of(dtype: torch.dtype, table: dict[str, Tiles]) -> Tiles:
+    if dtype == torch.float32:
+        return FULL
+    return table.get(build_vendor(), table["nvidia"])
+
+
+class TritonExperts:
+    """The signature of ReferenceExperts, without biases."""
+
+    def __init__(self, spec: ExpertsSpec):
+        self.spec = spec
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, *biases: Tensor | None
+    ) -> Tensor:
+        assert not any(bias is not None for bias in biases)
+        rows = Rows.of(chosen, self.spec.n_experts)
+        out, _ = experts_forward(x, rows.order.int(), rows.ends, weights, w_in, w_out, self.spec.activation)
+        return out
+
+
+def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int) -> tuple[int, int, dict[str, Any]]:
+    """Most tiles of rows, tiles of columns, and the constants of a product."""
+    n = weight.shape[0]
+    constants = {
+        "E": n,
+        "E_POW2": next_power_of_2(n),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP": GROUP,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    return len(slots) // tiles.block_m + n, cdiv(columns, tiles.block_n), constants
+
+
+def _product(rows: Tensor, weight: Tensor, slots: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """[N, K] times weight [n, out, K], or transposed [n, K, out] -> [N, out] by slots."""
+    tiles, columns = tiles_of(rows.dtype, WIDE), weight.shape[2 if transposed else 1]
+    out = rows.new_empty(len(slots), columns)
+    tiles_m, tiles_n, constants = _by_rows(weight, slots, tiles, columns)
+    strides = (weight.shape[1] * weight.shape[2], *((1, columns) if transposed else (rows.shape[1], 1)))
+    kernels.product[(tiles_m * tiles_n,)](
+        rows, weight, slots, ends, out, rows.shape[1], columns, tiles_m, tiles_n, *strides, **constants
+    )  # fmt: skip
+    return out
+
+
+def _sum_slots(y: Tensor, weights: Tensor, weighted: bool) -> Tensor:
+    """[T * top_k, D] -> [T, D]."""
+    tokens, top_k = weights.shape
+    out = y.new_empty(tokens, y.shape[1])
+    block = min(_SUM_BLOCK, next_power_of_2(y.shape[1]))
+    kernels.sum_slots[tokens, cdiv(y.shape[1], block)](
+        y, weights, out, y.shape[1], TOP_K=top_k, WEIGHTED=weighted, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def launch_forward(
+    x: Tensor, slots: Tensor, ends: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The output [T, d_model], and the first product's [N, d_in]."""
+    x, weights, w_in, w_out = (t.contiguous() for t in (x, weights, w_in, w_out))
+    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
+    h, act = x.new_empty(len(slots), w_in.shape[1]), x.new_empty(len(slots), f)
+    if not len(slots):
+        return torch.zeros_like(x), h
+    tiles_m, tiles_n, constants = _by_rows(w_in, slots, tiles, f)
+    kernels.first_product[(tiles_m * tiles_n,)](
+        x, w_in, slots, ends, h, act, x.shape[1], f, tiles_m, tiles_n, w_in.shape[1] * w_in.shape[2], weights.shape[1],
+        ACTIVATION=activation, GATED=activation in GATED, **constants,
+    )  # fmt: skip
+    return _sum_slots(_product(act, w_out, slots, ends, transposed=False), weights, weighted=True), h
+
+
+def launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    ends: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    h: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weights, w_in and w_out."""
+    dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
+    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
+    if not len(slots):
+        return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))  # type: ignore[return-value]
+    d_h, act = torch.empty_like(h), x.new_empty(len(slots), f)
+    tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f)
+    partials = torch.empty(tiles_n, len(slots), dtype=torch.float32, device=x.device)
+    kernels.first_backward[(tiles_m * tiles_n,)](
+        dy, w_out, slots, ends, weights, h, d_h, act, partials, x.shape[1], f, len(slots), tiles_m, tiles_n,
+        w_out.shape[1] * f, weights.shape[1], ACTIVATION=activation, GATED=activation in GATED, **constants,
+    )  # fmt: skip
+    d_x = _sum_slots(_product(d_h, w_in, slots, ends, transposed=True), weights, weighted=False)
+    d_weights = partials.sum(0).view_as(weights).to(weights.dtype)
+    d_w_in = _weight_gradient(d_h, x, slots, ends, weights.shape[1], gather_left=False)
+    return d_x, d_weights, d_w_in, _weight_gradient(dy, act, slots, ends, weights.shape[1], gather_left=True)
+
+
+def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, top_k: int, gather_left: bool) -> Tensor:
+    """[n_experts, columns of left, columns of right]."""
+    tiles, (m, n) = tiles_of(left.dtype, GRADIENT), (left.shape[1], right.shape[1])
+    out, tiles_n = left.new_empty(len(ends), m, n), cdiv(n, tiles.block_n)
+    kernels.weight_gradient[cdiv(m, tiles.block_m) * tiles_n, len(ends)](
+        left, right, slots, ends, out, m, n, tiles_n, top_k,
+        GATHER_LEFT=gather_left, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out
+
+
+experts_forward = operator("experts_forward", launch_forward)
+experts_backward = operator("experts_backward", launch_backward)
+
+
+@torch.library.register_fake(experts_forward)
+def _(x, slots, ends, weights, w_in, w_out, activation):
+    return x.new_empty(x.shape), x.new_empty(slots.shape[0], w_in.shape[1])
+
+
+@torch.library.register_fake(experts_backward)
+def _(dy, x, slots, ends, weights, w_in, w_out, h, activation):
+    return tuple(t.new_empty(t.shape) for t in (x, weights, w_in, w_out))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor, d_h: Tensor | None) -> tuple[Tensor | None, ...]:
+    d_x, d_weights, d_w_in, d_w_out = experts_backward(dy, *ctx.saved_tensors, ctx.activation)
+    return d_x, None, None, d_weights, d_w_in, d_w_out, None
+
+
+register_autograd(experts_forward, _backward, _setup_context)
+
+
+def build(spec: ExpertsSpec, platform: Platform, variant: str) -> TritonExperts:
+    return TritonExperts(spec)
