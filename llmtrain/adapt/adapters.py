@@ -4,8 +4,6 @@ One adapter per published projection: of a fused linear layer each part may have
 in one matrix, so that a layer has two products more, whatever its number of parts.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

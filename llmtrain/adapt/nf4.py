@@ -5,8 +5,6 @@ kernel of on any GPU, and which trace in one graph, also with checkpointing. FSD
 has all of them, at about half a byte each, and none is gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

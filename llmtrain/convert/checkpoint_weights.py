@@ -1,7 +1,5 @@
 """A checkpoint's parameters, by their names in the model that the changes of `adapt` were made to."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 

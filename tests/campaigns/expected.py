@@ -19,7 +19,7 @@ def outcome(folder: Path) -> dict[str, str]:
 
 def lines(text: str) -> list[str]:
     """Lines without durations, and without those of a start that took long."""
-    found = re.sub(r" +[\d.:]+ (m?s|min|h)\b", " TIME", text).splitlines()
+    found = re.sub(r" +[\d.:]+ (m?s|min|h|left|[kMG]?B/s|tokens/s)", " TIME", text).splitlines()
     return [line for line in found if not line.startswith("start: ")]
 
 

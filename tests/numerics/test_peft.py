@@ -1,7 +1,5 @@
 """Adapters against peft's of the same published class: logits, every gradient, folders to the same bits, merged weights."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -13,6 +13,7 @@ import bisect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
@@ -86,6 +87,8 @@ class _Column:
         return self._count
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
+        if not 0 <= begin <= end <= self._count:
+            raise _Fault("its index names places that it has not")
         self._stream.seek(self._offset + begin * self._dtype.itemsize)
         return _array(self._stream, self._dtype.str, end - begin).astype(np.int64)
 
@@ -95,9 +98,14 @@ class _Column:
 
 def _array(stream: BinaryIO, dtype: str, count: int) -> NDArray:
     """Numbers, little-endian as all of these formats have them."""
-    content = stream.read(count * np.dtype(dtype).itemsize)
-    if len(content) != count * np.dtype(dtype).itemsize:
+    at, wanted = stream.tell(), count * np.dtype(dtype).itemsize
+    there = (
+        stream.seek(0, os.SEEK_END) - at
+    )  # before it is read: as much memory would be taken as a damaged index asks for
+    stream.seek(at)
+    if wanted > there:
         raise _Fault("it is cut short")
+    content = stream.read(wanted)
     return np.frombuffer(content, dtype)
 
 
@@ -241,7 +249,7 @@ def _npy_type(part: Slice, stream: BinaryIO, vocab_size: int) -> tuple[str, int]
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(stream)
-        except ValueError as error:
+        except (ValueError, SyntaxError, TokenError) as error:  # numpy reads it as Python's text
             raise _Fault(f"its header is damaged: {error}") from error
         if len(shape) != 1 or dtype.kind not in "ui":
             raise _Fault(f"it holds an array of {dtype} of shape {shape}, not one row of token ids")

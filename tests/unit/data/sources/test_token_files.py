@@ -52,6 +52,11 @@ def datatrove(path: Path, documents: Documents, itemsize: int = 2) -> Path:
     return file
 
 
+def numpy_array(path: Path, documents: Documents) -> Path:
+    np.save(path.with_suffix(".npy"), np.concatenate([np.array(ids, np.uint16) for ids in documents]))
+    return path.with_suffix(".npy")
+
+
 def olmo(path: Path, documents: Documents, dtype: str = "uint16") -> Path:
     """dolma's MemmapWriter: numpy.memmap, so without numpy's header, and a table of the documents beside."""
     file, end, rows = path.with_suffix(".npy"), 0, []
@@ -222,6 +227,24 @@ def test_a_file_that_is_damaged_or_of_another_tokenizer_is_set_aside_by_name(tmp
     with pytest.raises(SetAside, match=said) as found:
         read(path)
     assert found.value.bad.where == str(path) and found.value.bad.nbytes == path.stat().st_size
+
+
+@pytest.mark.parametrize(("write", "index"), [(megatron, ".idx"), (datatrove, ".ds.index"), (numpy_array, ".npy")])
+def test_a_bit_of_an_index_or_a_header_makes_no_fault(tmp_path, some, write, index):
+    """It is named, or other documents of the same file are read: these formats have no checksum."""
+    path = write(tmp_path / "file", some[:8])
+    content = (tmp_path / f"file{index}").read_bytes()
+    wrong = []
+    bits = range(8 * 9, 8 * min(len(content), 128))  # behind the words by which a kind is known
+    for bit in bits:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / f"file{index}").write_bytes(changed)
+        try:
+            read(path)
+        except SetAside as error:
+            wrong.append(error.bad.where)
+    assert set(wrong) == {str(path)} and len(wrong) > len(bits) / 2
 
 
 def test_documents_that_end_with_another_special_token_are_refused(tmp_path, some):
