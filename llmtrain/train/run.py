@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.config.base import Duration
+from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
 from llmtrain.distributed.world import initialize, world_from_environment
@@ -23,6 +24,7 @@ from llmtrain.start import start_phase
 from llmtrain.train.build import build
 from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
+from llmtrain.train.callbacks.samples import samples_callbacks
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.start_report import StartReport
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -35,6 +37,7 @@ from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run, tokenizer_files
@@ -80,6 +83,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     with start_phase("model, optimizer and what is auto"):
         training = build(config, world, device)
     with start_phase("training data"):
+        require_records(config.data, config.objective)
         loader = build_train_loader(
             config.data,
             global_batch_size=config.train.global_batch_size,
@@ -96,6 +100,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
     with start_phase("weights"):
+        loaders = {"train": loader, "validation": validation.loader}
+        add_reference(training, loaders, world, lambda: set_weights(training, None, device))
         beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
@@ -105,6 +111,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
 
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
+    samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     gradients = ranks and TensorGradients(model.hybrid, ranks)
     stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
@@ -134,6 +141,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times and world.is_main else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
+                *samples_callbacks(
+                    samples_config,
+                    config.data,
+                    model,
+                    steps(samples_config.interval) if samples_config else 1,
+                    folder,
+                    world.is_main,
+                ),
                 checkpoints.callback(config, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
             loggers=build_loggers(config, folder, schedule.total),

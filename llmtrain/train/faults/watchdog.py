@@ -101,7 +101,7 @@ class Watchdog(Callback):
 
 
 def place(frame: FrameType) -> str:
-    """Where a thread is: in a collective, or else at a line of ours. NCCL's recorder has the collective that the GPU is in."""
+    """The place of a thread: in a collective, or else at a line of ours. NCCL's recorder has the collective that the GPU is in."""
     stack = traceback.extract_stack(frame)
     collective = next((one for one in reversed(stack) if "/torch/distributed/" in one.filename), None)
     ours = next((one for one in reversed(stack) if "/llmtrain/" in one.filename), stack[-1])
