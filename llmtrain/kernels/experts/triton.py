@@ -131,7 +131,7 @@ def launch_backward(
     dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
     f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
     if not len(slots):
-        return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))  # type: ignore[return-value]
+        return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))
     d_h, act = torch.empty_like(h), x.new_empty(len(slots), f)
     tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f)
     partials = torch.empty(tiles_n, len(slots), dtype=torch.float32, device=x.device)
