@@ -20,5 +20,5 @@ from llmtrain.errors import exit_with
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains the model of a YAML, or continues its run.")
     add_run_arguments(parser)
-    parser.set_defaults(nproc=None)
+    parser.set_defaults(nproc=None, max_restarts=0)
     exit_with(lambda: run_train(parser.parse_args()))

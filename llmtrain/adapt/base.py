@@ -1,7 +1,5 @@
 """The Converter contract: a change to a model's layers before they are wrapped, compiled and sharded."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Our Linear with torchao's float8 products. Importing this file needs torchao."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from typing import Any

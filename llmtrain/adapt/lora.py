@@ -1,7 +1,5 @@
 """Low-rank adapters beside frozen weights (adapt.lora): which layers have which, and the weights that compute the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping

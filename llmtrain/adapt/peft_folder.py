@@ -1,7 +1,5 @@
 """Folders of adapters as peft (0.21) writes and reads them: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

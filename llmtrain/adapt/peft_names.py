@@ -1,7 +1,5 @@
 """Correspondence of adapters and those that peft (0.21) has of the published class: names, and which rows are whose."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

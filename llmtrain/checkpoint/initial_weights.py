@@ -10,12 +10,16 @@ from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem
+from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import ABSENT, changes, text
 from llmtrain.schema.init_from import InitialWeights
 
 # Settings of training, or of weights drawn at random: another value of these still takes the same weights.
-_MAY_DIFFER = re.compile(r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))")
+_MAY_DIFFER = re.compile(
+    r"model\.(dropout|init\..*|blocks\.[^.]+\.(dt_min|dt_max|a_init_range))"
+    r"|model\.blocks\.[^.]+\.mlp\.(balance\..*|z_loss|router\.(bias_rate|jitter))"
+)
 
 
 def initial_checkpoint(config: Config) -> Checkpoint:
@@ -46,9 +50,27 @@ def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     except CheckpointError as error:
         yield Problem("init_from", path, str(error))
         return
+    yield from _upcycling_problems(config)
     for number, pattern in unmatched:
         yield Problem(f"init_from.parameters.{number}", pattern, f"matches no parameter of {checkpoint.address}")
     yield from _mismatches(config, manifest)
+
+
+def _upcycling_problems(config: Config) -> Iterator[Problem]:
+    """Layers of experts that would not compute at first what the dense ones did."""
+    assert config.init_from is not None
+    if not config.init_from.upcycle:
+        return
+    experts = {name: block.mlp for name, block in config.model.blocks.items() if isinstance(block.mlp, ExpertsSection)}
+    if not experts:
+        yield Problem("init_from.upcycle", True, "needs a model with experts, and no block has an mlp of type experts")
+    for name, mlp in experts.items():
+        router = mlp.router
+        if not router.renormalize and router.type != "top_k_softmax":
+            text = "weights whose sum is 1 make copies compute what one did; set true for init_from.upcycle"
+            yield Problem(f"model.blocks.{name}.mlp.router.renormalize", False, text)
+        if router.scale != 1:
+            yield Problem(f"model.blocks.{name}.mlp.router.scale", router.scale, "must be 1 for init_from.upcycle")
 
 
 def _unmatched(wanted: InitialWeights, checkpoint: Checkpoint) -> list[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Load all of a checkpoint's parameters or some into a new run, with or without their optimizer state."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +12,7 @@ from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.save_load import flat_state, load_state, stack_of
 from llmtrain.models.init import clean_name
+from llmtrain.models.slices import local_of
 from llmtrain.schema.init_from import InitialWeights
 
 _SHOWN = 8
@@ -61,9 +62,19 @@ def load_part(
         beneath = {name: found for name, found in layer.index.tensors.items() if name.startswith("model.")}
         index = replace(index, tensors=beneath | index.tensors)
     shapes = {name.removeprefix("model."): tuple(value.shape) for name, value in flat_state(model, None).items()}
-    taken = _choose(folder, shapes, index, wanted, added)
+    copied = _upcycled(shapes, index) if wanted.upcycle else {}
+    layers = tuple(f"{name.partition('.experts.')[0]}." for name in copied)
+    fresh = {name for name in shapes if name.startswith(layers) and ".experts." not in name}  # routers
+    taken = _choose(folder, shapes, index, wanted, {*added, *fresh, *copied})
     weights = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in taken}
     load_state(stack, weights, verify=verify)
+    experts = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in copied}
+    for name, value in experts.items():
+        dense = f"model.{copied[name.removeprefix('model.')]}"
+        whole = torch.empty(value.shape[1:])
+        load_state(stack, {dense: whole}, verify=verify)
+        local_of(value).copy_(whole.expand(local_of(value).shape))
+    taken |= {name: shapes[name] for name in copied}
     if wanted.optimizer:
         # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.
         moments = {
@@ -85,9 +96,29 @@ def load_part(
         folder,
         list(taken),
         fresh=[name for name in shapes if name not in taken],
-        skipped=sorted(known - taken.keys()),
+        skipped=sorted(known - taken.keys() - set(copied.values())),
         optimizer=wanted.optimizer,
     )
+
+
+_DENSE = {"w_in": "w_in.weight", "w_out": "w_out.weight", "b_in": "w_in.bias", "b_out": "w_out.bias"}
+"""Tensors of experts, and those of a dense MLP of which each expert's is a copy."""
+
+
+def _upcycled(shapes: Mapping[str, tuple[int, ...]], index: Index) -> dict[str, str]:
+    """Tensors of the model's experts that begin as copies, and the checkpoint's names of what they are copies of."""
+    found = {}
+    for name, shape in shapes.items():
+        mlp, of_experts, kind = name.rpartition(".experts.")
+        dense = index.tensors.get(f"model.{mlp}.{_DENSE.get(kind)}")
+        if (
+            of_experts
+            and dense is not None
+            and tuple(dense.shape) == shape[1:]
+            and f"model.{name}" not in index.tensors
+        ):
+            found[name] = f"{mlp}.{_DENSE[kind]}"
+    return found
 
 
 def _choose(

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
+from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
 from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
 from llmtrain.data.tokenize.end_of_document import check_documents
@@ -30,7 +31,7 @@ def load_runnable(
     Raises ConfigError, which holds every problem, those of `load_config` among them.
     """
     checks = (
-        Check(_data_problems, reads=("data",)),
+        Check(_data_problems, reads=("data", "objective")),
         Check(_shared_memory_problems, reads=("data",)),
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
@@ -46,6 +47,7 @@ def load_runnable(
 def _data_problems(config: Config) -> Iterator[Problem]:
     problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
+    problems = problems or [*record_problems(config.data, config.objective)]
     if config.objective.trained_only and not problems:
         problems += check_trained(config.data)
     yield from problems or check_documents(config.data)

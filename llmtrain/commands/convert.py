@@ -1,7 +1,5 @@
 """`llmtrain export` and `llmtrain import`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -85,7 +85,9 @@ def add_prepare(commands) -> None:
         "recognised by the first record's fields; docs/data.md has the formats",
     )
     chat.add_argument(
-        "--chat-format", choices=["messages", "completion", "sharegpt", "alpaca"], help="where no field tells"
+        "--chat-format",
+        choices=["messages", "completion", "sharegpt", "alpaca", "pairs", "labels"],
+        help="where no field tells",
     )
     chat.add_argument(
         "--chat-field",

@@ -34,9 +34,13 @@ def chosen_processes(nproc: int | None) -> int:
     """--nproc, by default one process per GPU, or one."""
     if nproc is not None:
         return nproc
+    return count_gpus() or 1
+
+
+def count_gpus() -> int:
+    """GPUs of this machine now."""
     from llmtrain.start import start_phase
 
     with start_phase("import of PyTorch"):
         import torch
-
-    return torch.cuda.device_count() or 1
+    return torch.cuda.device_count()

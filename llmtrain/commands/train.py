@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from llmtrain.commands.processes import chosen_processes, joins_a_launcher
+from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher
 from llmtrain.config.shipped import CONFIG_HELP
+from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
+
+if TYPE_CHECKING:
+    from llmtrain.distributed.run_lock import RunLock
 
 
 def add_train(commands) -> None:
@@ -20,6 +26,13 @@ def add_train(commands) -> None:
     )
     add_run_arguments(sub)
     sub.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per GPU, or one)")
+    sub.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again from the newest checkpoint after a failure, on the GPUs that are left, at most N times (default 0)",
+    )
     sub.set_defaults(func=run_train)
 
 
@@ -44,28 +57,56 @@ def _run_train(args: argparse.Namespace) -> int:
     from llmtrain.commands.checks import load_runnable
     from llmtrain.distributed.run_lock import RunLock
     from llmtrain.distributed.world import require_loopback
-    from llmtrain.train.resume import check_resumption, refuse_used_remote
-    from llmtrain.train.worker import move_aside, run_rank
+    from llmtrain.train.resume import check_resumption
+    from llmtrain.train.worker import run_rank
+
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: expected 0 or more")
+    joins = joins_a_launcher(args.nproc)
+    if joins and args.max_restarts:
+        raise UserError(
+            "--max-restarts starts processes again, but a launcher started this one: use the launcher's own"
+        )
 
     def load(ranks: int | None) -> Config:
         return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
 
     with contextlib.ExitStack() as held:
         lock = None
-        if not joins_a_launcher(args.nproc):
+        if not joins:
             config = load(args.nproc)
             require_loopback()
             lock = held.enter_context(RunLock(config.run_dir))
             if not args.fresh:
                 check_resumption(config)
             processes = chosen_processes(args.nproc)
-            if processes > 1:
-                from llmtrain.distributed.launch import launch
-
-                config = load(processes)
-                if args.fresh:
-                    refuse_used_remote(config)
-                    move_aside(lock)
-                command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
-                return launch(command, processes, config.run_dir, config.checkpoint.grace_seconds, lock)
+            if processes > 1 or args.max_restarts:
+                return _launched(args, load, processes, lock)
         return run_rank(load, args.file, args.overrides, args.fresh, lock)
+
+
+def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:
+    """Train on so many processes of this machine, which start again after a failure as --max-restarts allows."""
+    from llmtrain.distributed.launch import launch
+    from llmtrain.distributed.restarts import run_with_restarts
+    from llmtrain.train.resume import refuse_used_remote
+    from llmtrain.train.worker import move_aside
+
+    config = load(processes)
+    if args.fresh:
+        refuse_used_remote(config)
+        move_aside(lock)
+    command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
+
+    def divides(ranks: int) -> bool:
+        try:
+            load(ranks)
+        except UserError:
+            return False
+        return True
+
+    def start(ranks: int, attempt: int) -> int:
+        return launch(command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt)
+
+    places = count_gpus if args.max_restarts and count_gpus() else None
+    return run_with_restarts(start, processes, args.max_restarts, divides, places)

@@ -1,7 +1,5 @@
 """A checkpoint's parameters, by their names in the model that the changes of `adapt` were made to."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,7 +28,8 @@ class CheckpointWeights(TensorReader):
         self._tensors, self._converters = CheckpointTensors(folder, manifest), converters
         if ema:
             indexes.require_average(folder, self._tensors.stack[0].index)
-        prefixes = ("model.", "ema.") if ema and converters else ("ema.",) if ema else ("model.",)
+        # Under averages also what has none: weights that were not trained, and states of layers.
+        prefixes = ("model.", "ema.") if ema else ("model.",)
         self._stored = {name.removeprefix(prefix): name for prefix in prefixes for name in self._tensors.names(prefix)}
         modules, self._parts = {_module(name) for name in plain}, dict[str, list[str]]()
         for name in self._stored if converters else ():

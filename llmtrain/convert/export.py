@@ -1,7 +1,5 @@
 """Export of a checkpoint to a folder that `transformers` loads, without remote code and without llmtrain."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

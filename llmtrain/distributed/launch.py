@@ -18,14 +18,19 @@ _EXIT_SECONDS = 10.0
 
 
 def launch(
-    command: list[str], processes: int, run_dir: str, grace_seconds: float = 0.0, lock: RunLock | None = None
+    command: list[str],
+    processes: int,
+    run_dir: str,
+    grace_seconds: float = 0.0,
+    lock: RunLock | None = None,
+    attempt: int = 0,
 ) -> int:
     """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
     memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM and SIGINT are passed on,
     and the ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then
-    hold as well.
+    hold as well. attempt: number of this start of the same run, from 0.
 
     The ranks meet at a socket of 127.0.0.1 that rank 0 inherits while it listens: no other process can take its port.
     """
@@ -35,6 +40,7 @@ def launch(
         **os.environ,
         LAUNCHER: str(os.getpid()),
         "LLMTRAIN_LAUNCH_ID": lock.holder.launch if lock else uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
     if "lo" in (name for _, name in socket.if_nameindex()):

@@ -61,14 +61,17 @@ class Preference(Objective):
         return len(answers) // 2
 
     def further_counts(self, batch: Batch) -> tuple[int, ...]:
-        """Tokens over which the cross entropies of sft and orpo are means; for kto desirable and undesirable answers."""
+        """Tokens over which the cross entropies of sft and orpo are means, or for kto desirable and undesirable answers; then all
+        trained tokens."""
         labelled = batch["labels"] != IGNORE
         if self.unpaired:
             answers = _answers(batch)[::2]
             undesirable = sum(bool(batch[UNDESIRABLE][row, at]) for row, _, at in answers)
-            return len(answers) - undesirable, undesirable
+            trained = int((labelled & _chosen(batch["document_ids"])).sum())
+            return len(answers) - undesirable, undesirable, trained
         chosen = _chosen(batch["document_ids"])
-        return int((labelled & chosen).sum()), int(_in_chosen(batch).sum()) if "orpo" in self.section.loss else 0
+        of_orpo = int(_in_chosen(batch).sum()) if "orpo" in self.section.loss else 0
+        return int((labelled & chosen).sum()), of_orpo, int(labelled.sum())
 
     def example(self, tokens: Tensor) -> dict[str, Tensor]:
         """Samples of one pair each, of equal lengths without prompts."""
@@ -117,7 +120,9 @@ class Preference(Objective):
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         section, found = self.section, self.likelihoods(outputs, batch)
         pairs = len(found.log_p)
-        units, *totals = batch["step_counts"] if "step_counts" in batch else (pairs, *self.further_counts(batch))
+        units, *totals, trained = (
+            batch["step_counts"] if "step_counts" in batch else (pairs, *self.further_counts(batch))
+        )
         # A mean over the step's pairs is a sum over this batch's, divided by their number; means over others are brought to it.
         shares = [units / max(total, 1) / max(pairs, 1) for total in totals]
         reference = _reference(found, batch) if section.needs_reference else torch.zeros_like(found.log_p)
@@ -126,6 +131,7 @@ class Preference(Objective):
             loss, terms = self._unpaired(outputs, batch, found, answers, shares)
         else:
             loss, terms = self._paired(answers, found, shares)
+        terms["tokens/trained"] = loss.new_tensor(float(trained))
         return LossOutput(loss, {n: t.detach() for n, t in terms.items()}, torch.tensor(pairs, device=loss.device))
 
     def _paired(self, answers: Answers, found: Likelihoods, shares: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,7 +174,8 @@ class Preference(Objective):
         return loss, terms
 
     def metrics(self, streams: Mapping[str, range]) -> dict[str, Metric]:
-        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`."""
+        """`preference_loss` and, of pairs, `accuracy`, and both for each stream, as `STREAM/accuracy`. Means that are not
+        over pairs (cross entropies of sft and orpo, divergence of kto) are those of each batch of validation by itself."""
         names = ["preference_loss"] if self.unpaired else ["preference_loss", "accuracy"]
         of = {"": None} | {f"{name}/": ids for name, ids in streams.items()}
         return {f"{before}{name}": MeanOfAnswers(name, ids) for before, ids in of.items() for name in names}

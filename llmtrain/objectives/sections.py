@@ -16,12 +16,20 @@ class ObjectiveSection(ImplementedSection):
     """Reason for which its microbatches can be no CUDA graphs."""
     context_refusal: ClassVar[str | None] = None
     """Reason for which ranks cannot share its sequences (train.parallel.context)."""
+    trained_only: ClassVar[bool] = False
+    """Labels are the tokens alone that shards mark as trained."""
     has_z_loss: ClassVar[bool] = True
     """The z-loss of train.loss is added."""
     needs_documents: ClassVar[bool] = False
     """data.mask_documents is needed."""
-    trained_only: ClassVar[bool] = False
-    """Labels are the tokens alone that the shards mark as trained."""
+
+    def records_refusal(self, name: str | None) -> str | None:
+        """Reason for which it cannot be trained on shards of records of this format (data.prepare.chat.format). name: None of text,
+        and of records that are not known."""
+        if name in ("pairs", "labels"):
+            loss = "{type: preference, loss: kto}" if name == "labels" else "preference"
+            return f"holds {name}, good answers beside bad ones, for objective: {loss}; set it, or name other data"
+        return None
 
 
 class NextTokenSection(ObjectiveSection):
@@ -88,6 +96,7 @@ class PreferenceSection(ObjectiveSection):
     cuda_graphs_refusal: ClassVar[str | None] = "the number of answers differs between microbatches of preferences"
     context_refusal: ClassVar[str | None] = "an answer's probability is a product over all of its tokens"
     needs_documents: ClassVar[bool] = True
+    trained_only: ClassVar[bool] = True
     has_z_loss: ClassVar[bool] = False
 
     type: Literal["preference"]
@@ -121,6 +130,16 @@ class PreferenceSection(ObjectiveSection):
                 yield Problem(
                     setting, given, f"has no effect on {', '.join(self.loss)}; it is of {', '.join(sorted(readers))}"
                 )
+
+    def records_refusal(self, name: str | None) -> str | None:
+        wanted, fields = (
+            ("labels", "prompt, completion, label") if "kto" in self.loss else ("pairs", "chosen, rejected")
+        )
+        if name == wanted:
+            return None
+        found = f"holds {name}" if name else "was not made of preferences"
+        loss = ", ".join(self.loss)
+        return f"{found}; {loss} needs {wanted}: `llmtrain prepare` makes them of records with {fields}"
 
     @property
     def needs_reference(self) -> bool:

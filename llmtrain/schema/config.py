@@ -1,7 +1,5 @@
 """The whole YAML of a run. Sections are in the files beside this one; rules that span sections are here. No torch here."""
 
-from __future__ import annotations
-
 import os.path
 from collections.abc import Iterator
 

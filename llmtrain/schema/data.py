@@ -45,14 +45,16 @@ StreamSources = Annotated[list[PathText], Field(min_length=1)]
 class ChatSection(Section):
     """Conversations, or prompts and their completions, in place of texts: how records become tokens of which some are trained."""
 
-    format: Literal["messages", "completion", "sharegpt", "alpaca"] | None = None
+    format: Literal["messages", "completion", "sharegpt", "alpaca", "pairs", "labels"] | None = None
     """messages: OpenAI's, with `role` and `content`; completion: `prompt` and `completion` or `response`; sharegpt: `conversations`
-    with `from` and `value`; alpaca: `instruction`, `input`, `output`. Default: by the fields of the first record."""
+    with `from` and `value`; alpaca: `instruction`, `input`, `output`. For `objective: preference`, pairs: `chosen` and `rejected`,
+    with `prompt` or what both begin with; labels: `prompt`, `completion` or `response`, `label`. Default: by the first
+    record's fields."""
     fields: dict[str, str] = {}
     """Names of fields in the records in place of the format's: {prompt: question, completion: answer}."""
     template: PathText | None = None
     """A file of Jinja, `chatml`, or `tokenizer` for the tokenizer's own. Default: the tokenizer's own; of prompts and completions
-    that are texts, none."""
+    that are texts, and of pairs and labels that are, none."""
     targets: Literal["last", "all"] = "all"
     """Answers that are trained: the last of each conversation, or all."""
     prompts: Annotated[str, Field(pattern=r"^(none|all|length>=\d{1,9})$")] = "none"
@@ -69,7 +71,7 @@ class PrepareConfig(Section):
     sources: list[PathText] = []
     """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
     `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), by their content; or `stdlib`:
-    Python's own standard library sources."""
+    Python's own standard library sources; or `made-up-questions`: conversations about people who do not exist."""
     streams: Annotated[dict[StreamName, StreamSources], Field(min_length=1)] | None = None
     """In place of `sources`: the sources of each stream of a mixture, by the stream's name. Each is made in the folder of its name
     in `out`, all with one tokenizer, and is a stream of the run, which counts by its size or as `data.mixture` says."""

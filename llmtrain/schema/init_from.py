@@ -22,10 +22,14 @@ class InitialWeights(Section):
     strict: bool = True
     """true: every parameter to take must be in the checkpoint, with the same shape. false: one that is not starts fresh."""
 
+    upcycle: bool = False
+    """The checkpoint's model has dense MLPs where this one has experts, whose first weights are copies of them (arXiv:2212.05055);
+    routers start fresh."""
+
     @property
     def is_whole(self) -> bool:
         """True if the checkpoint must hold exactly this model."""
-        return self.strict and self.parameters == ["*"]
+        return self.strict and self.parameters == ["*"] and not self.upcycle
 
     @model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from llmtrain.config.addresses import address_problem
 from llmtrain.config.base import (
     Duration,
     DurationField,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Problem,
@@ -303,6 +304,29 @@ class InContextConfig(Section):
             yield Problem("interval", str(self.interval), "must be positive")
 
 
+class SamplesConfig(Section):
+    """Text that the model writes during training: before the first step, at each interval and after the last step, to the terminal,
+    RUN/samples.jsonl and the loggers."""
+
+    interval: DurationField = free(Duration(100, "steps"))
+    """Time from one to the next."""
+    prompts: list[str] = free([])
+    """Texts to continue."""
+    questions: Annotated[int, Field(ge=0, le=100_000)] = free(0)
+    """Conversations of the validation data whose last answer is written, and compared: `samples/exact_match` is the share that is
+    right to the letter."""
+    max_new_tokens: PositiveInt = free(64)
+    """Tokens to write for each."""
+    temperature: NonNegativeFloat = free(0.0)
+    """0 takes the likeliest token."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.interval.value <= 0:
+            yield Problem("interval", str(self.interval), "must be positive")
+        if not self.prompts and not self.questions:
+            yield Problem("prompts", None, "give prompts, or a number of questions of the validation data")
+
+
 class EvalConfig(Section):
     """Validation loss during training."""
 
@@ -316,6 +340,8 @@ class EvalConfig(Section):
     """Text for the model to continue when the run ends."""
     icl: InContextConfig | None = free(None)
     """Also score in-context-learning tasks."""
+    samples: SamplesConfig | None = free(None)
+    """Also show text that the model writes."""
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:

@@ -5,8 +5,6 @@ Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast

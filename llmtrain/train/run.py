@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.config.base import Duration
+from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
 from llmtrain.distributed.world import initialize, world_from_environment
@@ -23,6 +24,7 @@ from llmtrain.start import start_phase
 from llmtrain.train.build import build
 from llmtrain.train.callbacks.layer_parts import layer_parts
 from llmtrain.train.callbacks.profiling import Profiling
+from llmtrain.train.callbacks.samples import samples_callbacks
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.start_report import StartReport
 from llmtrain.train.callbacks.step_rng import StepRNG
@@ -31,9 +33,11 @@ from llmtrain.train.callbacks.throughput import Throughput
 from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
+from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
 from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run, tokenizer_files
@@ -79,6 +83,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     with start_phase("model, optimizer and what is auto"):
         training = build(config, world, device)
     with start_phase("training data"):
+        require_records(config.data, config.objective)
         loader = build_train_loader(
             config.data,
             global_batch_size=config.train.global_batch_size,
@@ -95,6 +100,8 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
     with start_phase("weights"):
+        loaders = {"train": loader, "validation": validation.loader}
+        add_reference(training, loaders, world, lambda: set_weights(training, None, device))
         beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
@@ -104,13 +111,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
 
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
+    samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
-    stability = Stability(
-        config.train,
-        training.spikes,
-        ranks and TensorGradients(model.hybrid, ranks),
-        rewind and rewind.ask,
-    )
+    gradients = ranks and TensorGradients(model.hybrid, ranks)
+    stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
     with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -127,6 +131,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             device_train_microbatch_size=training.config.train.microbatch_size,
             callbacks=[
                 StartReport(folder, world.is_main),
+                Watchdog(folder, world),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
                 *layer_parts(model.hybrid, stability),
@@ -136,6 +141,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times and world.is_main else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
+                *samples_callbacks(
+                    samples_config,
+                    config.data,
+                    model,
+                    steps(samples_config.interval) if samples_config else 1,
+                    folder,
+                    world.is_main,
+                ),
                 checkpoints.callback(config, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
             loggers=build_loggers(config, folder, schedule.total),

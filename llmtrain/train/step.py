@@ -4,8 +4,6 @@ batch -> this rank's part -> microbatches -> losses, each weighted by its share 
 or CUDA graphs add up and reduce. Clipping, the decision to take the step, and the optimizer come after it (trainer.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

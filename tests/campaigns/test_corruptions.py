@@ -3,8 +3,6 @@
 `pytest -m campaign tests/campaigns`; LLMTRAIN_CAMPAIGN: number of damages; LLMTRAIN_TEST_SEED: others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ command does the rest.
 `pytest -m campaign tests/campaigns`; LLMTRAIN_CAMPAIGN: number of kills; LLMTRAIN_TEST_SEED: others.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Runs that train adapters beside frozen weights (adapt.lora): the optimizer, checkpoints, and what reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -2,8 +2,6 @@
 
 In namespaces of Linux, where they are allowed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -324,6 +324,21 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
 
 
 @pytest.mark.ci
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(project):
+    project.write({"train.duration": "60 steps", "checkpoint.interval": "5 steps"})
+    process = project.start([*LLMTRAIN, "train", "run.yaml", "--nproc", "2", "--max-restarts", "1"])
+    try:
+        wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)
+        os.kill(rank_process(process.pid, project.folder, 1), signal.SIGKILL)
+        text, _ = process.communicate(timeout=400)
+    finally:
+        stop(process, project.folder)
+    assert process.returncode == 0, text
+    assert "rank 1 was killed by SIGKILL" in text and "start again, from the newest checkpoint (1 of 1)" in text
+    assert "resumed from" in text and "tiny: 60 steps" in text
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "launcher", ["llmtrain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "composer"))]
 )

@@ -14,6 +14,8 @@ from llmtrain.logs import run_log
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train import run
+from llmtrain.train.callbacks.stability import _bad_gradients
+from llmtrain.train.ranks import tensor_gradients
 from tests.support.ranks import RankFailed
 from tests.support.runs import observed_by
 from tests.support.tiny import tiny_config
@@ -98,9 +100,28 @@ def test_stop_names_the_step_and_the_samples(ranks, config, size, bad_rank):
     culprits = ", ".join(map(str, seen[bad_rank].ids[3]))
     for rank in seen:
         assert rank.error.startswith(
-            f"NonFiniteError: the loss is not finite at step 3; sample ids of rank {bad_rank}: {culprits}. Nothing of this"
+            f"NonFiniteError: the loss is not finite at step 3; sample ids of rank {bad_rank}: {culprits}; "
+            "gradients not finite: all. Nothing of this"
         )
         assert rank.changed == {1: True, 2: True}
+
+
+def test_the_layer_where_gradients_stop_being_finite_is_the_last_that_has_them():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert _bad_gradients(model) == "none"
+    for name in ("0.weight", "0.bias", "2.weight"):
+        model.get_parameter(name).grad[0] = torch.nan  # type: ignore[index]
+    assert _bad_gradients(model) == "3 of 8, the last of which is 2.weight"
+    norm = clip_shards_of(model)
+    assert torch.isnan(norm) and _bad_gradients(model) == "3 of 8, the last of which is 2.weight"
+
+
+def clip_shards_of(model: torch.nn.Module) -> torch.Tensor:
+    """The norm of clipping, of one rank without a process group."""
+    with patch.object(tensor_gradients.dist, "all_reduce"), patch.object(tensor_gradients, "_replicas", lambda _: 1):
+        return tensor_gradients.clip_shards(list(model.parameters()), 1.0)
 
 
 def test_a_gradient_that_overflows_is_distinguished_from_a_loss(ranks, config):

@@ -3,14 +3,12 @@
 python -m llmtrain.bench.tune.backends
 """
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import asdict
 from typing import Any
 
 from llmtrain.bench.tune.measuring import START_S
-from llmtrain.bench.tune.processes import Worker, serve
+from llmtrain.bench.tune.processes import OneWorker, Worker, serve
 from llmtrain.bench.tune.search import commit
 from llmtrain.kernels import operation
 from llmtrain.kernels.attention.measured import Cell, Row
@@ -29,18 +27,11 @@ def able(spec: AttentionSpec, here: Platform) -> list[str]:
     return [name for name in found if name not in _SLOW]
 
 
-class BackendMeasurer:
-    """Measures backends, one after the other. Use as a context manager."""
+class BackendMeasurer(OneWorker):
+    """Measures backends, one after the other."""
 
     def __init__(self, here: Platform, timeout_s: float = START_S):
         self.here, self.timeout_s = here, timeout_s
-        self._worker: Worker | None = None
-
-    def __enter__(self) -> BackendMeasurer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def __call__(self, shape: Shape, backend: str) -> Row | str:
         """The row, or a sentence that says why there is none."""
@@ -61,11 +52,6 @@ class BackendMeasurer:
             backward_ms=answer["backward_ms"], device=self.here.device_name, date=datetime.date.today().isoformat(),
             commit=commit(),
         )  # fmt: skip
-
-    def _end(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-        self._worker = None
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:

@@ -6,15 +6,13 @@ of the GPU is answered: so the launch is recorded as failing, and a new process 
 python -m llmtrain.bench.tune.measuring conv1d '{"channels": 5376}' cuda
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmtrain.bench.tune.processes import Worker, serve
+from llmtrain.bench.tune.processes import OneWorker, Worker, serve
 from llmtrain.kernels.operation import search
 from llmtrain.kernels.search import Search
 
@@ -32,18 +30,11 @@ class Measured:
     broken: bool = False
 
 
-class Measurer:
-    """Measures launches of one search, one after the other. Use as a context manager."""
+class Measurer(OneWorker):
+    """Measures launches of one search, one after the other."""
 
     def __init__(self, operation: str, case: dict[str, Any], device: str = "cuda", timeout_s: float = 60.0):
         self._arguments, self._timeout_s = (operation, json.dumps(case), device), timeout_s
-        self._worker: Worker | None = None
-
-    def __enter__(self) -> Measurer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def __call__(self, part: str, launch: dict[str, Any]) -> Measured:
         limit = self._timeout_s
@@ -58,11 +49,6 @@ class Measurer:
         if answer["broken"]:
             self._end()
         return Measured(**answer)
-
-    def _end(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-        self._worker = None
 
 
 def measured(search: Search, part: str, launch: dict[str, Any]) -> Measured:

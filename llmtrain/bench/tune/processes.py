@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 
 class Worker:
@@ -46,6 +46,23 @@ class Worker:
     def last_words(self) -> str:
         self._errors.seek(0)
         return self._errors.read()[-300:]
+
+
+class OneWorker:
+    """Base of what asks one process, and begins another when that is of no more use. Use as a context manager."""
+
+    _worker: Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+        self._worker = None
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

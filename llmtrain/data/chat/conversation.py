@@ -15,12 +15,16 @@ from typing import Any
 from llmtrain.config.regular_file import parse_json
 
 FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "pairs": (("chosen", "rejected"),),
+    "labels": (("prompt", "completion", "label"), ("prompt", "response", "label")),
     "messages": (("messages",),),
     "sharegpt": (("conversations",),),
     "completion": (("prompt", "completion"), ("prompt", "response")),
     "alpaca": (("instruction", "output"),),
 }
 """Fields by which each format is recognised, in this order: all of one alternative."""
+PREFERENCES = ("pairs", "labels")
+"""Formats for `objective: preference` (preferences.py)."""
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -75,6 +79,12 @@ def conversation(record: Any, name: str, fields: Mapping[str, str] | None = None
 
     Raises ChatFault.
     """
+    known, last = known_fields(record, name, fields)
+    return _READERS[name](known, known[last])
+
+
+def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
+    """(fields, the last that the format needs) of a record, under the format's names. Raises ChatFault."""
     if not isinstance(record, Mapping):
         raise ChatFault(f"expected an object, found {type(record).__name__}")
     renamed = set((fields or {}).values())
@@ -85,12 +95,16 @@ def conversation(record: Any, name: str, fields: Mapping[str, str] | None = None
         missing = next(key for key in FORMATS[name][0] if key not in known)
         keys = ", ".join(sorted(map(str, record))[:8]) or "none"
         raise ChatFault(f"has no '{missing}' (keys: {keys}); name its field with chat.fields, or another chat.format")
-    return _READERS[name](known, known[needed[-1]])
+    return known, needed[-1]
 
 
 def _messages(record: Mapping[str, Any], messages: Any) -> Conversation:
-    found = [_message(one, number) for number, one in enumerate(_listed("messages", messages), 1)]
-    return _checked(found, record)
+    return checked(messages_of("messages", messages), record)
+
+
+def messages_of(name: str, value: Any, first: int = 1) -> list[dict[str, Any]]:
+    """Messages of a list, which may be JSON text. first: number of its first turn. Raises ChatFault."""
+    return [_message(one, number) for number, one in enumerate(_listed(name, value), first)]
 
 
 def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
@@ -103,30 +117,30 @@ def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
             raise ChatFault(f"turn {number} has no `from` and `value`")
         role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
         found.append(_message({"role": role, "content": turn["value"]}, number))
-    return _checked(found, record)
+    return checked(found, record)
 
 
 def _alpaca(record: Mapping[str, Any], output: Any) -> Conversation:
-    parts = [_text(record[key], key) for key in ("instruction", "input") if record.get(key)]
+    parts = [text_of(record[key], key) for key in ("instruction", "input") if record.get(key)]
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     asked = {"role": "user", "content": "\n\n".join(parts)}
-    return _checked([*system, asked, {"role": "assistant", "content": _text(output, "output")}], record)
+    return checked([*system, asked, {"role": "assistant", "content": text_of(output, "output")}], record)
 
 
 def _completion(record: Mapping[str, Any], completion: Any) -> Conversation:
     prompt = record["prompt"]
     if isinstance(prompt, list) or isinstance(completion, list):
         both = [*_listed("prompt", prompt), *_listed("completion", completion)]
-        return _checked([_message(one, number) for number, one in enumerate(both, 1)], record)
-    if not _text(completion, "completion").strip():
+        return checked([_message(one, number) for number, one in enumerate(both, 1)], record)
+    if not text_of(completion, "completion").strip():
         raise ChatFault("the completion is empty; mend the record, or leave it out")
-    return Conversation(prompt=_text(prompt, "prompt"), completion=completion)
+    return Conversation(prompt=text_of(prompt, "prompt"), completion=completion)
 
 
 _READERS = {"messages": _messages, "sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion}
 
 
-def _text(value: Any, what: str) -> str:
+def text_of(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ChatFault(f"'{what}' is {type(value).__name__}, not text")
     return _unicode(value, what)
@@ -142,13 +156,14 @@ def _unicode(text: str, what: str) -> str:
 
 def _listed(name: str, value: Any) -> list[Any]:
     """A list, which may be given as JSON text."""
-    value = _parsed(name, value)
+    value = parsed(name, value)
     if not isinstance(value, list) or not value:
         raise ChatFault(f"'{name}' is {'empty' if value == [] else type(value).__name__}; expected a list of turns")
     return value
 
 
-def _parsed(name: str, value: Any) -> Any:
+def parsed(name: str, value: Any) -> Any:
+    """The value of JSON text; any other value as it is. Raises ChatFault."""
     if not isinstance(value, str):
         return value
     try:
@@ -163,7 +178,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise ChatFault(f"turn {number} has no `role`")
     found = _without_nulls(dict(message))
     if "tool_calls" in found:
-        found["tool_calls"] = _parsed("tool_calls", found["tool_calls"])
+        found["tool_calls"] = parsed("tool_calls", found["tool_calls"])
     content = found.get("content")
     if isinstance(content, str):
         _unicode(content, f"turn {number}")
@@ -179,7 +194,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _checked(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
+def checked(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
     """A conversation whose roles are in order, and which ends with an answer. Raises ChatFault."""
     before = None
     for number, message in enumerate(messages, 1):
@@ -196,7 +211,7 @@ def _checked(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conve
         before = role
     if before != "assistant":
         raise ChatFault(f"the last turn is {before}'s, not the assistant's; there is no answer to train on: cut it off")
-    tools = _parsed("tools", record.get("tools"))
+    tools = parsed("tools", record.get("tools"))
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ChatFault("'tools' is no list of descriptions (objects), or JSON text of one")
     return Conversation(messages, _without_nulls(tools) or None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from llmtrain.data.chat.conversation import FORMATS, recognise
+from llmtrain.data.chat import preferences
+from llmtrain.data.chat.conversation import FORMATS, PREFERENCES, recognise
 from llmtrain.data.chat.samples import ChatSettings, rendering_of
-from llmtrain.data.chat.template import CHATML_TOKENS, ChatError, find_template
+from llmtrain.data.chat.template import CHATML_TOKENS, ChatError, ChatTemplate, find_template
 from llmtrain.data.sources.files import PrepareError, SourceFile, list_files
 from llmtrain.data.sources.record_text import record_key
 from llmtrain.data.sources.records import SetAside, read_pieces, whole
@@ -71,14 +73,23 @@ def chat_settings(config: PrepareConfig, tokenizer: TextTokenizer | None) -> Cha
     if section is None:
         return None
     assert section.format is not None
-    template = None
+    template, preferring = None, section.format in PREFERENCES
+    if preferring and (section.prompts, section.targets) != ("none", "all"):
+        raise PrepareError(f"chat.prompts and chat.targets have no effect on {section.format}; leave them out")
     if section.format != "completion" or section.template is not None:
         try:
             template = find_template(tokenizer, None if section.template == "tokenizer" else section.template)
         except ChatError as error:
+            if preferring and section.template is None:  # for records of messages, which then say so
+                return _settings(section, None)
             raise PrepareError(f"{error}, or `chatml`, as chat.template (--chat-template)") from None
-    fields = tuple(section.fields.items())
-    return ChatSettings(section.format, fields, template, section.targets, section.prompts)
+    return _settings(section, template)
+
+
+def _settings(section: ChatSection, template: ChatTemplate | None) -> ChatSettings:
+    assert section.format is not None
+    plain, fields = section.format in PREFERENCES and section.template is None, tuple(section.fields.items())
+    return ChatSettings(section.format, fields, template, section.targets, section.prompts, plain)
 
 
 def key_of(config: PrepareConfig, settings: ChatSettings | None) -> str:
@@ -86,7 +97,8 @@ def key_of(config: PrepareConfig, settings: ChatSettings | None) -> str:
     if settings is None:
         return config.text_key
     first = FORMATS[settings.name][0][0]
-    return record_key(dict(settings.fields).get(first, first), settings.convert)
+    convert = partial(preferences.convert, settings) if settings.name in PREFERENCES else settings.convert
+    return record_key(dict(settings.fields).get(first, first), convert)
 
 
 def train_tokenizer(corpora: Sequence[tuple[PrepareConfig, list[SourceFile]]]) -> TextTokenizer:
@@ -103,7 +115,12 @@ def train_tokenizer(corpora: Sequence[tuple[PrepareConfig, list[SourceFile]]]) -
         for config, files in corpora:
             settings = chat_settings(config, None)
             found = training_texts(config, files, key_of(config, settings))
-            yield from found if settings is None else (_plain(rendering_of(text).text) for text in found)
+            if settings is None:
+                yield from found
+            elif settings.name in PREFERENCES:
+                yield from (_plain(one) for text in found for one in preferences.texts_of(text))
+            else:
+                yield from (_plain(rendering_of(text).text) for text in found)
 
     return train_bpe(texts(), size, further=CHATML_TOKENS if chatml else ())
 

@@ -50,6 +50,8 @@ class ChatSettings:
     template: ChatTemplate | None
     targets: str
     prompts: str
+    plain: bool = False
+    """Records that are texts stay without the template; of PREFERENCES."""
 
     def convert(self, record: Any) -> tuple[str, str | None]:
         """(text, fault) of a record, as of extract_text: the text is a Rendering in JSON."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmtrain.data.shards.index import NOT_MARKED, ShardError
 from llmtrain.data.shards.packing import document_ends
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
+from llmtrain.data.shards.token_flags import ENDS, TRAINED, UNDESIRABLE
 
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""
@@ -29,14 +31,17 @@ class Batch(TypedDict):
 
 
 class PackedBatch(Batch):
-    """document_ids: int32 [batch, seq_len], documents that end before each token of its sequence."""
+    """document_ids: int32 [batch, seq_len], documents that end before each token of its sequence. undesirable, with trained_only:
+    bool [batch, seq_len], tokens of answers that are labelled so. Further columns are those of TokenSamples.beside."""
 
     document_ids: torch.Tensor
+    undesirable: NotRequired[torch.Tensor]
 
 
-def filler(seq_len: int) -> dict[str, Any]:
-    """A sample without any label, which completes the last batch of validation."""
-    return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0}
+def filler(seq_len: int, beside: Mapping[str, NDArray] | None = None) -> dict[str, Any]:
+    """A sample without any label, which completes the last batch of validation. beside: as TokenSamples'."""
+    rows = {name: np.zeros_like(array[0]) for name, array in (beside or {}).items()}
+    return {"tokens": np.zeros(seq_len, np.int64), "sample_id": -1, "text_bytes": 0, "beside": rows}
 
 
 def collate(samples: list[dict[str, Any]]) -> Batch:
@@ -79,4 +84,10 @@ def collate_packed(
     batch["label_counts"] = (batch["labels"] != IGNORED).sum(1)
     # Shards do not record how much text the removed labels stand for.
     batch["text_bytes"][ends[:, :-1].any(1) & (batch["sample_ids"] >= 0)] = -1
-    return PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))
+    packed = PackedBatch(**batch, document_ids=(ends.cumsum(1) - ends.long()).to(torch.int32))
+    if trained_only:
+        none = np.zeros(batch["input_ids"].shape[1], np.uint8)
+        flags = np.stack([sample.get("flags", none) for sample in samples])
+        packed["undesirable"] = torch.from_numpy((flags & UNDESIRABLE) != 0)
+    beside = samples[0].get("beside", {})
+    return packed | {name: torch.from_numpy(np.stack([one["beside"][name] for one in samples])) for name in beside}  # type: ignore

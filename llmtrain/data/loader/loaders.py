@@ -147,7 +147,7 @@ class ValidationDataset(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         for sample_id in self.sample_ids[worker::workers].flat:
-            yield filler(self.data.seq_len) if sample_id < 0 else self.data.get_item(int(sample_id))
+            yield filler(self.data.seq_len, self.data.beside) if sample_id < 0 else self.data.get_item(int(sample_id))
 
 
 class ValidationLoader(FailingLoader):

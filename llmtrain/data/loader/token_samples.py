@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.data.loader.cache_room import CacheRoom
@@ -59,6 +60,8 @@ class TokenSamples:
             for stream in self.streams:
                 if stream.is_made:
                     stream.fetcher.remove_remains()
+        self.beside: dict[str, NDArray] = {}
+        """Further columns of batches, [num_samples, ...]: to be set before samples are read."""
         self._intact: set[int] = set()
         self._failed: dict[int, ShardError] = {}
         """Shards that could not be fetched ahead, until they are asked for."""
@@ -119,7 +122,11 @@ class TokenSamples:
                 "with a larger tokenizer, or are no tokens"
             )
         sample = {"tokens": tokens, "sample_id": int(sample_id), "text_bytes": int(record.get("text_bytes", -1))}
-        return sample if (flags := record.get(FLAG_COLUMN)) is None else sample | {"flags": flags}
+        if (flags := record.get(FLAG_COLUMN)) is not None:
+            sample["flags"] = flags
+        if self.beside:
+            sample["beside"] = {name: array[sample_id] for name, array in self.beside.items()}
+        return sample
 
     def _record(self, shard: int, row: int) -> dict[str, Any]:
         stream, number = self._stream(shard)

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
+from llmtrain.data.chat.conversation import PREFERENCES
 from llmtrain.data.chat.encode import ChatEncoder
+from llmtrain.data.chat.preferences import PreferenceEncoder
 from llmtrain.data.chat.samples import ChatSettings
 from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
@@ -79,11 +81,12 @@ class PartitionMaker:
         return Encoder(of.tokenizer, of.marks, of.seed, of.validation_fraction, of.engine)
 
     @functools.cached_property
-    def chat_encoder(self) -> ChatEncoder | None:
+    def chat_encoder(self) -> ChatEncoder | PreferenceEncoder | None:
         of = self.settings
         if of.chat is None:
             return None
-        return ChatEncoder(of.tokenizer, of.marks, of.chat, of.seq_len, of.seed, of.validation_fraction)
+        kind = PreferenceEncoder if of.chat.name in PREFERENCES else ChatEncoder
+        return kind(of.tokenizer, of.marks, of.chat, of.seq_len, of.seed, of.validation_fraction)
 
     @functools.cached_property
     def token_files(self) -> TokenFileReader:

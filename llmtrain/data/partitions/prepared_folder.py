@@ -167,7 +167,7 @@ _COUNTS = ("documents", "bytes", "tokens", "samples")
 
 
 def _fault(manifest: dict[str, Any]) -> str | None:
-    """What in a manifest is of another kind than `prepare` writes."""
+    """Entries of a manifest that are of another kind than `prepare` writes."""
     wrong = [key for key, kind in _KINDS.items() if key in manifest and not isinstance(manifest[key], kind)]
     if not wrong:
         found = {f"splits.{name}": counts for name, counts in manifest.get("splits", {}).items()}

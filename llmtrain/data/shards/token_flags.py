@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-TRAINED, ENDS = 1, 2
-"""TRAINED: a label of the objective `completion`. ENDS: the last token of a document, and each token that fills a sample."""
-_SHIFT = 30
+TRAINED, ENDS, UNDESIRABLE = 1, 2, 4
+"""TRAINED: a label of the objectives `completion` and `preference`. ENDS: the last token of a document, and each token that fills a
+sample. UNDESIRABLE: a token of an answer that is labelled so."""
+_SHIFT = 29
 
 
 def with_flags(ids: NDArray, flags: NDArray[np.uint8] | int) -> NDArray[np.uint32]:
-    """Tokens and their flags as one number each. ids: below 2^30."""
+    """Tokens and their flags as one number each. ids: below 2^29."""
     return np.asarray(ids, np.uint32) | (np.asarray(flags, np.uint32) << np.uint32(_SHIFT))
 
 

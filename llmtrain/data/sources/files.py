@@ -17,6 +17,7 @@ from pathlib import Path
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import MARKER
 from llmtrain.config.regular_file import open_regular, read_json, require_regular
+from llmtrain.data.sources import made_up
 from llmtrain.data.sources.compression import EXTENSIONS, compression_of
 from llmtrain.data.sources.formats import CSV_EXTENSIONS, JSONL_EXTENSIONS, is_structured, plain_name
 from llmtrain.data.sources.storage import SCHEMES, fixed_folder, has_pattern, list_remote
@@ -156,6 +157,9 @@ def _is_compressed(path: str) -> bool:
 def _walk_source(source: str, passed_over: PassedOver) -> Iterator[SourceFile]:
     if source == "stdlib":
         yield from _stdlib()
+        return
+    if source == made_up.NAME:
+        yield _file(made_up.questions_file(), "questions.jsonl")
         return
     if is_remote(source):
         yield from _remote(source, passed_over)

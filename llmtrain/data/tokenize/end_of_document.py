@@ -52,7 +52,7 @@ def end_of_document(data: DataConfig) -> DocumentEnds | None:
     """
     if not data.mask_documents:
         for stream in (*data.train_streams().values(), *data.validation_streams().values()):
-            manifest = _manifest(stream)
+            manifest = stream_manifest(stream)
             if manifest is not None and manifest.get("inputs", {}).get("packing", "concatenate") != "concatenate":
                 packing = "packed by best fit" if manifest["inputs"]["packing"] == "best_fit" else "padded"
                 raise ShardError(
@@ -64,7 +64,7 @@ def end_of_document(data: DataConfig) -> DocumentEnds | None:
     begins: set[bool | None] = set()
     for stream in (*data.train_streams().values(), *data.validation_streams().values()):
         found.setdefault(_recorded_eod_id(stream), stream.local)
-        if not is_chat(manifest := _manifest(stream)):  # which has marks of its own
+        if not is_chat(manifest := stream_manifest(stream)):  # which has marks of its own
             begins.add(recorded_begins(manifest))
     if len(found) > 1:
         which = ", ".join(f"{id} in {local}" for id, local in found.items())
@@ -77,7 +77,7 @@ def _folders(stream: StreamConfig) -> tuple[Path, ...]:
     return (local,) if stream.split else (local, local.parent)
 
 
-def _manifest(stream: StreamConfig) -> dict[str, Any] | None:
+def stream_manifest(stream: StreamConfig) -> dict[str, Any] | None:
     """The manifest of `llmtrain prepare` beside a stream's shards."""
     for folder in _folders(stream):
         manifest = read_manifest(folder)
@@ -88,7 +88,7 @@ def _manifest(stream: StreamConfig) -> dict[str, Any] | None:
 
 def _recorded_eod_id(stream: StreamConfig) -> int:
     local = Path(stream.local).expanduser()
-    if (manifest := _manifest(stream)) is not None:
+    if (manifest := stream_manifest(stream)) is not None:
         if not (manifest.get("inputs", {}).get("add_eos_token", True) or is_chat(manifest)):
             raise ShardError(
                 f"the documents of {local} are not closed (add_eos_token: false), so nothing tells them apart"

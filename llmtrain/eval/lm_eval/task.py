@@ -25,6 +25,7 @@ from llmtrain.eval.prompts.lm_eval import ENCODING
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, Request, Response
 from llmtrain.eval.report.document_scores import describe
 from llmtrain.eval.report.metrics import DocumentMetrics, Metrics, WeightedSum, is_perplexity
+from llmtrain.eval.report.process_results import until_stop
 from llmtrain.eval.task import Documents, Prompting, Task
 from llmtrain.eval.tasks.config import WITHOUT_EXAMPLES
 from llmtrain.eval.tasks.documents import joined_text
@@ -289,7 +290,7 @@ class LmEvalTask(Task):
         """Responses of a document's instances, each a list of its repeats."""
         if self.settings.generation is not None:
             stops = self.settings.generation.stops
-            texts = [_until_stop(one.text, stops) for one in responses if isinstance(one, GeneratedText)]
+            texts = [until_stop(one.text, stops) for one in responses if isinstance(one, GeneratedText)]
             return [texts * (self.settings.repeats // len(texts))]
         pairs = [(one.log_likelihood, one.greedy) for one in responses if isinstance(one, Loglikelihood)]
         return [[sum(value for value, _ in pairs)]] if self.rolling else [[pair] for pair in pairs]
@@ -314,12 +315,6 @@ def _failures_of(document: LmEvalDocument) -> Iterator[None]:
 
 def _title(name: str, chain: str) -> str:
     return name if chain == "none" else f"{name},{chain}"
-
-
-def _until_stop(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
-        text = text.split(stop)[0]
-    return text
 
 
 def _details(document: LmEvalDocument, responses: Sequence[Response]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def foundry_exact_match(text: str, question: Question, settings: FoundryPromptin
     As in LLM Foundry, an alias that is empty after normalisation ("The") makes every answer right; one of its 3,000
     TriviaQA questions has such an alias.
     """
-    given = _until_stop(text, settings.ends)
+    given = until_stop(text, settings.ends)
     if settings.cot_delimiter:
         given = given.split(settings.cot_delimiter)[-1]
     clean = normalize if settings.normalize else str.strip
@@ -160,7 +160,7 @@ def lm_eval_exact_match(
     text: str, question: Question, settings: LmEvalPrompting, category: str | None = None
 ) -> dict[str, bool]:
     """True, by name of the extraction, if the answer equals a right one after the same clean-up of both."""
-    given = _until_stop(text, settings.ends)
+    given = until_stop(text, settings.ends)
     found = {
         name: apply_filters(given, chain, question.choices, category) for name, chain in settings.extract.items()
     } or {"exact_match": given}
@@ -176,7 +176,7 @@ def _clean(text: str, settings: LmEvalPrompting) -> str:
     return text.translate(_PUNCTUATION) if settings.ignore_punctuation else text
 
 
-def _until_stop(text: str, stops: list[str]) -> str:
+def until_stop(text: str, stops: Sequence[str]) -> str:
     """Text before the first of `stops`."""
     for stop in stops:
         text = text.split(stop)[0]

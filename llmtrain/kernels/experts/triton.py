@@ -16,7 +16,7 @@ from llmtrain.kernels.experts.reference import Rows
 from llmtrain.kernels.experts.spec import GATED, ExpertsSpec
 from llmtrain.kernels.launch import cdiv, next_power_of_2
 from llmtrain.kernels.operators import operator, register_autograd
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import Platform, build_vendor
 
 _SUM_BLOCK = 1024
 GROUP = 8
@@ -42,7 +42,7 @@ FULL = Tiles(32, 32, 32, 4, 2)
 def tiles_of(dtype: torch.dtype, table: dict[str, Tiles]) -> Tiles:
     if dtype == torch.float32:
         return FULL
-    return table["amd" if torch.version.hip else "nvidia"]
+    return table.get(build_vendor(), table["nvidia"])
 
 
 class TritonExperts:
@@ -131,7 +131,7 @@ def launch_backward(
     dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
     f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
     if not len(slots):
-        return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))  # type: ignore[return-value]
+        return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))
     d_h, act = torch.empty_like(h), x.new_empty(len(slots), f)
     tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f)
     partials = torch.empty(tiles_n, len(slots), dtype=torch.float32, device=x.device)

@@ -147,7 +147,7 @@ def first_backward(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of dy [T, K]: the gradient of h; act = the activation times the row's weight, again; partials [tiles_n, N], whose sum is the
+    """The gradient of h from dy [T, K]; act = the activation times the row's weight, again; partials [tiles_n, N], whose sum is the
     gradient of the weights."""
     pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
     expert, first, end = _tile(ends, pid_m, E, E_POW2, BLOCK_M)

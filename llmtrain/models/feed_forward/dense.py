@@ -1,7 +1,5 @@
 """The dense feed-forward layer: two matrices, or three with a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast

@@ -128,7 +128,7 @@ class Experts(FeedForward):
             self.choice_bias += rate * (self.load.mean() - self.load).sign()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Of the step's tokens: experts' shares, the largest and the smallest over the mean, and their entropy over that of a
+        """Experts' shares of the step's tokens, the largest and the smallest over the mean, and their entropy over that of a
         balanced load."""
         share, n = self.load / self.load.sum(), self.section.n_experts
         entropy = torch.special.entr(share).sum() / torch.log(torch.tensor(float(max(n, 2))))

@@ -13,7 +13,7 @@ from llmtrain.models.sections.feed_forward import FeedForwardSection, Kernel
 
 
 class RouterSection(Section):
-    """Which experts a token meets, and the weights of their outputs: the first top_k by score. Computed in fp32."""
+    """The experts that a token meets, and the weights of their outputs: the first top_k by score. Computed in fp32."""
 
     type: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
     """Scores of experts: the softmax of all logits (arXiv:2101.03961); of those of the chosen experts alone, by logit; or each

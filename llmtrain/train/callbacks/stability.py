@@ -9,9 +9,12 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
+from torch import nn
 
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
+from llmtrain.models.init import clean_name
+from llmtrain.models.slices import local_of
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.faults.spike_window import SpikeWindow
 from llmtrain.train.ranks.tensor_gradients import TensorGradients, clip_shards
@@ -111,7 +114,8 @@ class Stability(Callback):
     def _describe(self, state: State, bad_loss: bool, norm: float) -> str:
         everyone = self._samples(state, bad_loss)
         what = "the loss" if any(bad for _, bad, _ in everyone) else f"the gradient norm ({norm})"
-        return self._where(f"{what} is not finite", state, [entry for entry in everyone if entry[1]] or everyone)
+        where = self._where(f"{what} is not finite", state, [entry for entry in everyone if entry[1]] or everyone)
+        return f"{where}; gradients not finite: {_bad_gradients(state.model)}"
 
     def _where(self, what: str, state: State, culprits: list[_Samples] | None = None) -> str:
         """culprits: whose samples to name; default: every rank's."""
@@ -122,6 +126,23 @@ class Stability(Callback):
     @staticmethod
     def _samples(state: State, bad: bool) -> list[_Samples]:
         return dist.all_gather_object((dist.get_global_rank(), bad, state.batch["sample_ids"].tolist()))
+
+
+@torch.no_grad()
+def _bad_gradients(model: nn.Module) -> str:
+    """The parameters, of all ranks' shards, whose gradient is not finite. Backward passes go from the loss to the embedding: it
+    began in the last layer that has one. Every rank calls this."""
+    order = [clean_name(name).removeprefix("model.hybrid.") for name, _ in model.named_parameters()]
+    own = [
+        name
+        for name, parameter in zip(order, model.parameters(), strict=True)
+        if parameter.grad is not None and not torch.isfinite(local_of(parameter.grad)).all()
+    ]
+    bad = {name for names in dist.all_gather_object(own) for name in names}
+    found = [name for name in order if name in bad]
+    if not found:
+        return "none"
+    return "all" if len(found) == len(order) else f"{len(found)} of {len(order)}, the last of which is {found[-1]}"
 
 
 _Samples = tuple[int, bool, list[int]]

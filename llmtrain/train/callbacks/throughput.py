@@ -139,7 +139,7 @@ class Throughput(Callback):
         logger.log_metrics(metrics)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """What comes between the end of a step and this is evaluation, and between this and the next step the save."""
+        """Time of the evaluation that lies between the end of a step and this; between this and the next step is the save."""
         self._evaluated = time.perf_counter()
         if self._warm:
             self._evaluation += self._evaluated - self._step_end

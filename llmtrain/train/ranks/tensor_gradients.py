@@ -89,7 +89,8 @@ def _clip(gradients: list[Tensor], squares: Tensor, parameter: nn.Parameter, max
     dist.all_reduce(squares)
     norm = (squares / _replicas(parameter)).sqrt()
     if gradients and math.isfinite(max_norm):
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        # A norm of NaN leaves them as they are, so that the parameters with NaN can be named.
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).nan_to_num(nan=1.0).clamp(max=1.0))
     return norm
 
 

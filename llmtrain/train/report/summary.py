@@ -17,8 +17,10 @@ from llmtrain.generate.sampling import Sampling
 from llmtrain.logs import run_log
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.schema.config import Config
+from llmtrain.train.callbacks.samples import EXACT_MATCH
 from llmtrain.train.extend import longer_run, quoted
 from llmtrain.train.report.picture import plot_loss
+from llmtrain.train.report.several_runs import draw_runs, read_runs
 from llmtrain.train.run import Outcome
 
 SAMPLE_TOKENS = 64
@@ -41,9 +43,24 @@ def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[s
         run_log.warning(f"WARNING: {outcome.folder / 'loss.png'} was not drawn: {error.strerror or error}")
     if picture:
         run_log.info(f"loss curve       {picture}")
+    _draw_exact_match(config, outcome)
     if completion:
         run_log.info(f"\nsample, after the prompt {config.eval.prompt!r}:\n{completion}")
     _tell_next(config, outcome, file, overrides)
+
+
+def _draw_exact_match(config: Config, outcome: Outcome) -> None:
+    """Draw RUN/exact-match.png of a run that answers questions."""
+    if config.eval.samples is None or not config.eval.samples.questions:
+        return
+    runs = read_runs([outcome.folder], EXACT_MATCH)
+    _, values = runs[0].points(EXACT_MATCH, "steps")
+    count, out = config.eval.samples.questions, outcome.folder / "exact-match.png"
+    run_log.info(f"exact match      {values[0]:.1%} → {values[-1]:.1%} of {count} held-out questions: {out}")
+    try:
+        draw_runs(runs, EXACT_MATCH, "steps", out)
+    except OSError as error:  # a full disk
+        run_log.warning(f"WARNING: {out} was not drawn: {error.strerror or error}")
 
 
 def _tell_quality(config: Config, outcome: Outcome) -> None:

@@ -16,8 +16,7 @@ from llmtrain.objectives.base import compute_loss, without_gradient
 from llmtrain.objectives.preference import REFERENCE, UNDESIRABLE, Preference
 from llmtrain.objectives.sections import PreferenceSection
 from llmtrain.train.batches import microbatches
-
-IGNORE = -100
+from tests.support.preferences import IGNORE, rows
 
 
 def sigmoid(x: float) -> float:
@@ -66,31 +65,9 @@ def pairs(seq_len: int = 48, per_row: int = 1, seed: int = 0) -> dict[str, Tenso
         for length in (chosen, rejected):
             answer = torch.randint(1, 60, (length,), generator=generator)
             documents.append((torch.cat((asked, answer)), prompt))
-    return rows(documents, 2 * per_row, seq_len, generator)
-
-
-def rows(documents: list[tuple[Tensor, int]], per_row: int, seq_len: int, generator: Any) -> dict[str, Tensor]:
-    count = -(-len(documents) // per_row)
-    ids = torch.zeros(count, seq_len, dtype=torch.int64)
-    labels, of = torch.full_like(ids, IGNORE), torch.zeros(count, seq_len, dtype=torch.int32)
-    for row in range(count):
-        at = 0
-        for number, (tokens, prompt) in enumerate(documents[row * per_row : (row + 1) * per_row]):
-            end = at + len(tokens)
-            ids[row, at:end] = tokens
-            labels[row, at + prompt - 1 : end - 1] = tokens[prompt:]
-            of[row, at:end] = number
-            at = end
-        of[row, at:] = torch.arange(seq_len - at) + per_row  # what fills a sample
-    reference = -5 * torch.rand(count, 2 * len(documents), generator=generator, dtype=torch.float64)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "document_ids": of,
-        REFERENCE: reference,
-        UNDESIRABLE: torch.zeros_like(ids, dtype=torch.bool),
-        "sample_ids": torch.arange(count),
-    }
+    batch = rows(documents, 2 * per_row, seq_len)
+    batch[REFERENCE] = -5 * torch.rand(len(batch["labels"]), 2 * per_row, generator=generator, dtype=torch.float64)
+    return batch
 
 
 @torch.no_grad()
@@ -190,6 +167,8 @@ def test_microbatches_of_unequal_tokens_make_the_step_of_the_whole(model: Causal
     assert divided == pytest.approx(whole, abs=1e-10)
     torch.testing.assert_close(sum_of_parts, gradient, rtol=0, atol=1e-12)
     assert gradient.abs().max() > 1e-4
+    trained = int((batch["labels"] != IGNORE).sum()) if "kto" not in losses else sum(CHOSEN)
+    assert whole["tokens/trained"] == pytest.approx(trained)
 
 
 def test_validation_is_a_mean_over_pairs(model: CausalLM):

@@ -160,7 +160,7 @@ def test_a_format_is_recognised_by_the_first_record(tmp_path):
     named = found({"question": "a", "answer": "b"}, chat={"fields": fields})
     assert named.chat is not None and named.chat.format == "completion"
     with pytest.raises(
-        PrepareError, match=r"first record's fields \(title\) are of none of the formats messages, sharegpt"
+        PrepareError, match=r"first record's fields \(title\) are of none of the formats pairs, labels, messages"
     ):
         found({"title": "a"}, chat={})
 

@@ -1,7 +1,5 @@
 """Manifests of `llmtrain prepare` that are damaged: the key is named, by every reader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

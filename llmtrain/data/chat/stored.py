@@ -1,0 +1,32 @@
+"""Records that a run's shards were made of, and whether its objective can be trained on them. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.config.base import Problem
+from llmtrain.data.tokenize.end_of_document import stream_manifest
+from llmtrain.errors import UserError
+from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.schema.data import DataConfig
+
+
+def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[Problem]:
+    """Streams of other records than the objective is of. None of folders that are not there yet."""
+    streams = {"train": data.train_streams(), "validation": data.validation_streams()}
+    for split, some in streams.items():
+        for name, stream in some.items():
+            if not Path(stream.local).expanduser().exists():
+                continue
+            manifest = stream_manifest(stream)
+            chat = (manifest or {}).get("inputs", {}).get("chat")
+            if reason := objective.records_refusal(chat and chat["format"]):
+                path = "data.prepare" if data.prepare is not None else f"data.{split}.streams.{name}"
+                yield Problem(path, stream.local, reason)
+
+
+def require_records(data: DataConfig, objective: ObjectiveSection) -> None:
+    """Raise UserError for the first of `record_problems`."""
+    for problem in record_problems(data, objective):
+        raise UserError(f"{problem.path}: {problem.found} {problem.message}")
