@@ -133,7 +133,7 @@ def peers(config: Config, narrow: bool) -> Callable[[], None]:
 
     assert config.adapt is not None and config.adapt.lora is not None
     family, device = family_for_model(config.model), "cuda" if torch.cuda.is_available() else "cpu"
-    written = AutoConfig.for_model(family.model_type, **family.write_config(config.model))
+    written = AutoConfig.for_model(**family.write_config(config.model))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(written, dtype=torch.bfloat16, attn_implementation="sdpa")
     if narrow:
