@@ -46,8 +46,8 @@ def test_docs_list_every_setting_that_may_be_auto():
     assert set(settings_with_auto(schema, schema)) == documented()[0]
 
 
-def described(gpu: str, world_size: int, *overrides: str) -> Description:
-    config = load_config("zamba2-1.2b", list(overrides), world_size=world_size)
+def described(gpu: str, world_size: int, *overrides: str, name: str = "zamba2-1.2b") -> Description:
+    config = load_config(name, list(overrides), world_size=world_size)
     return describe(config, world_size, device_by_short_name(gpu))
 
 
@@ -55,6 +55,7 @@ def test_describe_shows_every_documented_setting():
     float8 = ["train.float8={}", "train.activation_checkpointing={type: auto}", "train.microbatch_size=auto"]
     found = described("h200", 8, *float8).decided
     found |= described("h200", 8, "train.parallel.tensor=2").decided
+    found |= described("h200", 8, name="experts-350m").decided
     shown = {re.sub(r"blocks\.\w+", "blocks.NAME", setting) for setting in found}
     with_auto, with_null = documented()
     assert with_auto | with_null == {
