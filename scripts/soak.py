@@ -40,7 +40,7 @@ from llmtrain.schema.data import PrepareConfig
 ROOT = Path(__file__).parents[1]
 STEPS = 40
 MARK = "LLMTRAIN_SOAK"
-CLOCKS = ("throughput/", "checkpoint/")
+CLOCKS = ("throughput/", "checkpoint/", "start/")
 """Beginnings of the names of metrics that measure this machine."""
 SECONDS_TO_END = 60.0
 """For what a kill must take with it."""

@@ -7,8 +7,7 @@ in one matrix, so that a layer has two products more, whatever its number of par
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,7 @@ WHOLE = "whole"
 """The name of an adapter of all parts of a layer."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One adapter: of rows first .. first + rows - 1 of a layer's output, in the whole layer."""
 
     name: str

@@ -6,8 +6,7 @@ has all of them, at about half a byte each, and none is gathered.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,7 @@ TABLE = (
 _AT_ONCE = 2**24
 
 
-@dataclass
-class NF4:
+class NF4(NamedTuple):
     """codes: [blocks * 32] of two weights each; scales: [blocks] int8; steps: [groups] fp32, of a scale's unit; mean: of scales."""
 
     codes: Tensor

@@ -157,6 +157,8 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
             wrong.append(f"== {verdict}: {name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")
             print(wrong[-1], flush=True)
         shutil.rmtree(place)
+        if sum(found.values()) % 50 == 0:
+            print(dict(found), flush=True)
     print(dict(found))
     assert not wrong, f"{dict(found)}\n" + "\n".join(wrong)
     return found

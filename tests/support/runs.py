@@ -17,7 +17,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.schema.config import Config
 from llmtrain.train import run
-from llmtrain.train.report.loggers import build_loggers, read_metrics
+from llmtrain.train.report.loggers import read_metrics
 
 
 class Interrupted(Exception):
@@ -51,7 +51,8 @@ class Run:
 @contextlib.contextmanager
 def observed_by(*observers: LoggerDestination) -> Iterator[None]:
     """Add these callbacks to every run in the context. Composer runs them (as loggers) after the others at the end of events."""
-    with patch.object(run, "build_loggers", lambda *args: [*build_loggers(*args), *observers]):
+    build = run.build_loggers
+    with patch.object(run, "build_loggers", lambda *args: [*build(*args), *observers]):
         yield
 
 

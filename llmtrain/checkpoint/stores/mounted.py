@@ -31,7 +31,11 @@ class MountedStore:
         with self._failing(prefix):
             for path in sorted(self._root.rglob("*")):
                 name = path.relative_to(self._root).as_posix()
-                if name.startswith(prefix) and _SENDING not in path.name and path.is_file():
+                if not name.startswith(prefix) or _SENDING in path.name or path.is_dir():
+                    continue
+                if path.exists() and not path.is_file():  # a checkpoint with it would be passed over as one half sent
+                    raise StoreError(f"{self.url}/{name} is neither a file nor a folder; move it away")
+                if path.is_file():
                     found[name] = path.stat().st_size
         return found
 

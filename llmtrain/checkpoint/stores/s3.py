@@ -222,6 +222,9 @@ class S3Store:
             if name and error.response["Error"]["Code"] in _ABSENT_CODES:
                 raise FileNotFoundError(f"{self.url}/{name}") from error
             raise self._failed(name, error) from error
+        except RecursionError:
+            redirects = "it answers with redirects that do not end, so it is no S3 store"
+            raise StoreError(f"{self.url}: {redirects}; see S3_ENDPOINT_URL") from None
         except (BotoCoreError, Urllib3Error, OSError) as error:
             raise self._failed(name, error) from error
 

@@ -315,7 +315,7 @@ def _load_hub(name: str) -> TextTokenizer:
         )
     except HFValidationError as error:
         raise TokenizerError(f"'{name}' is neither a folder, nor a file, nor a name on the Hugging Face hub") from error
-    except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
+    except Exception as error:  # of the hub's client, and of the HTTP library that it uses
         raise TokenizerError(
             f"tokenizer '{name}' is not a local path, and the Hugging Face hub did not give it "
             f"({type(error).__name__}). Check the name; for a gated model run `hf auth login`; without internet, run "

@@ -215,7 +215,7 @@ def _download(name: str) -> Path:
             folder = fetch("pytorch_model*.bin", f"{_PICKLE}.index.json")
     except HFValidationError as error:
         raise UserError(f"'{name}' is neither a folder nor a name on the Hugging Face hub") from error
-    except OSError as error:  # every error of the hub's client and of its HTTP library's connection is one
+    except Exception as error:  # of the hub's client, and of the HTTP library that it uses
         raise UserError(
             f"'{name}' is not a local folder, and the Hugging Face hub did not give it ({type(error).__name__}). Check "
             f"the name; for a gated model run `hf auth login`; without internet, run `hf download {name} --local-dir DIR` "

@@ -1,5 +1,6 @@
 """The newest checkpoint of a store before a run starts: what is there and not good ends the start."""
 
+import os
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -97,3 +98,10 @@ def test_an_endpoint_that_is_none_is_named(monkeypatch):
     monkeypatch.setenv("S3_ENDPOINT_URL", "localhost")
     with pytest.raises(StoreError, match=r"S3_ENDPOINT_URL is localhost; expected http"):
         open_store("s3://bucket/run")
+
+
+def test_a_pipe_in_a_store_is_named(store, tmp_path):
+    """A checkpoint whose manifest it stands for would count as half sent, and an earlier one be trained on."""
+    os.mkfifo(tmp_path / "store" / "manifest.json")
+    with pytest.raises(StoreError, match=r"manifest\.json is neither a file nor a folder"):
+        store.sizes()

@@ -17,6 +17,7 @@ from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.s3 import S3Store
 from llmtrain.checkpoint.upload import upload
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.http_server import HttpServer, ResettingHandler
 from tests.support.stores import BUCKET, QUICK, S3, flip, make_checkpoint, same_files
 
 PART = 100_000
@@ -211,6 +212,25 @@ def test_a_store_that_refuses_is_reported(s3: S3, prefix, monkeypatch, closed, b
         with pytest.raises(StoreError, match=message):
             S3Store(bucket, prefix, QUICK).sizes()
         assert proxy.requests == (QUICK.attempts if closed else 1)
+
+
+class Redirects(ResettingHandler):
+    def do_GET(self) -> None:
+        self.send_response(307)
+        self.send_header("Location", self.owner.url + self.path)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # botocore asks so for the bucket's region, and again for every answer
+
+
+def test_a_server_that_redirects_for_ever_is_no_store(monkeypatch, prefix):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    with HttpServer(Redirects) as server:
+        monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
+        with pytest.raises(StoreError, match="redirects that do not end, so it is no S3 store; see S3_ENDPOINT_URL"):
+            S3Store(BUCKET, prefix, QUICK).sizes()
 
 
 @pytest.mark.parametrize("token", ["same", None])

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data.tokenize.stored_tokenizer import as_trained, checksums, load_imported
 from llmtrain.data.tokenize.tokenizer import EOD, TokenizerError, load_tokenizer, train_bpe
+from llmtrain.errors import UserError
+from llmtrain.models.hf.hf_checkpoint import find_hf_folder
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,20 @@ def test_an_unreachable_hub_explains_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(TokenizerError, match="hf download some/model"):
         load_tokenizer("some/model")
+
+
+class TooManyRedirects(Exception):
+    """As of the hub's HTTP library: no OSError."""
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, find_hf_folder])
+def test_a_hub_that_redirects_for_ever_explains_what_to_do(monkeypatch, load):
+    def redirected(*given, **options):
+        raise TooManyRedirects("Exceeded maximum allowed redirects.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", redirected)
+    with pytest.raises(UserError, match=r"did not give it \(TooManyRedirects\).*hf download some/model"):
+        load("some/model")
 
 
 def test_a_text_too_small_for_the_vocabulary_is_an_error():

@@ -1,0 +1,170 @@
+"""LoRA and QLoRA beside peft's: tokens per second and peak memory of training steps, each in a process of its own.
+
+    python -m benchmarks lora yamls/pretrain/llama3-8b.yaml data.seq_len=4096 train.microbatch_size=1 train.global_batch_size=8 \\
+        [--rank 16] [--kinds ours ours:nf4 peft peft:nf4] [--out FILE.json]
+
+Random weights and tokens, bf16, AdamW, adapters of all linear layers but the head. ours: the model, the optimizer and the kernels
+of `llmtrain train`. peft: the class of transformers with peft's adapters and SDPA in a plain loop, without padding; with nf4 its
+linear layers are bitsandbytes'. Recomputation as the YAML has it, in peft's of whole layers. The first kind runs once more at the
+end.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.arguments import Parser
+from benchmarks.harness.report import Report
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+KINDS = ("ours", "ours:nf4", "peft", "peft:nf4")
+WARMUP, STEPS = 4, 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(__name__, __doc__, config=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
+    args = parser.parse(argv)
+    base = "nf4" if args.kinds[0].endswith("nf4") else "bf16"
+    # The weights are random: nothing is read from init_from.
+    adapt = f"adapt={{base: {base}, lora: {{rank: {args.rank}}}}}"
+    config = load_config(args.file, [*args.overrides, adapt, "init_from=random"])
+    if args.in_process:
+        print(json.dumps(measure(config, args.kinds[0])))
+        return 0
+    report = Report(args.out)
+    for what in [*args.kinds, f"{args.kinds[0]}, again"]:
+        command = [sys.executable, "-m", "benchmarks", "lora", "--in-process", args.file, *args.overrides]
+        command += ["--rank", str(args.rank), "--kinds", what.removesuffix(", again")]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        report.add(
+            what, **(json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": "see above"})
+        )
+    return 0
+
+
+def measure(config: Config, kind: str) -> dict[str, float]:
+    import torch
+
+    torch.manual_seed(config.seed)
+    step = (ours if kind.startswith("ours") else peers)(config, kind.endswith("nf4"))
+    cuda, seconds = torch.cuda.is_available(), []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARMUP + STEPS):
+        began = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    found = statistics.median(seconds[WARMUP:])
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+    return {"step_ms": 1e3 * found, "tokens_per_s": config.tokens_per_step / found, "peak_gb": peak}
+
+
+def batches(config: Config, device: Any) -> list[dict[str, Any]]:
+    """The microbatches of one step."""
+    import torch
+
+    size = config.train.microbatch_size
+    assert isinstance(size, int), "name a number for train.microbatch_size"
+    ids = torch.randint(config.model.vocab_size, (config.train.global_batch_size, config.data.seq_len), device=device)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    return [{"input_ids": i, "labels": y} for i, y in zip(ids.split(size), labels.split(size), strict=True)]
+
+
+def ours(config: Config, narrow: bool) -> Callable[[], None]:
+    from llmtrain.adapt.base import adaptations
+    from llmtrain.distributed.world import initialize, world_from_environment
+    from llmtrain.objectives.base import compute_loss
+    from llmtrain.train.build import build
+    from llmtrain.train.step import GradientSync
+
+    device = initialize()
+    training = build(config, world_from_environment(), device)
+    model, graphs = training.model.hybrid, training.graphs
+    model.init_weights(config.seed)
+    for converter in adaptations(config.adapt):
+        converter.begin(model)
+    for converter in adaptations(config.adapt):
+        converter.finish(model, device)
+    sync, parts = GradientSync(training.model, training.config.train.sharding), batches(config, device)
+
+    def step() -> None:
+        for number, batch in enumerate(parts, 1):
+            if graphs is None or not graphs.microbatches:
+                sync.mark(number == len(parts))
+            output = graphs(batch) if graphs else compute_loss(training.model, training.objective, batch)
+            (output.loss / len(parts)).backward()
+        if graphs is not None:
+            graphs.hand_over()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    return step
+
+
+def peers(config: Config, narrow: bool) -> Callable[[], None]:
+    import peft
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from llmtrain.models.hf.family import family_for_model
+
+    assert config.adapt is not None and config.adapt.lora is not None
+    family, device = family_for_model(config.model), "cuda" if torch.cuda.is_available() else "cpu"
+    written = AutoConfig.for_model(family.model_type, **family.write_config(config.model))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(written, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if narrow:
+        import bitsandbytes
+
+        linears = [
+            (owner, name, one)
+            for owner in model.modules()
+            for name, one in owner.named_children()
+            if isinstance(one, nn.Linear) and name != "lm_head"
+        ]
+        for owner, name, one in linears:
+            made = bitsandbytes.nn.Linear4bit(
+                one.in_features, one.out_features, one.bias is not None, torch.bfloat16, quant_type="nf4"
+            )
+            made.weight = bitsandbytes.nn.Params4bit(one.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            made.bias = one.bias
+            setattr(owner, name, made.to(device))
+    settings = peft.LoraConfig(
+        r=config.adapt.lora.rank,
+        lora_alpha=2 * config.adapt.lora.rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, settings).train()
+    if config.train.activation_checkpointing.type not in ("none", "auto"):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, parts = torch.optim.AdamW(trained, fused=device == "cuda"), batches(config, device)
+
+    def step() -> None:
+        for batch in parts:
+            with torch.autocast(device, torch.bfloat16):
+                logits = model(batch["input_ids"], use_cache=False).logits
+                loss = cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+            (loss / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

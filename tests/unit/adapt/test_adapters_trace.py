@@ -1,0 +1,55 @@
+"""Adapters and weights in 4 bits within compiled layers: one graph, and the gradients of layers that are not compiled."""
+
+import pytest
+import torch
+
+from llmtrain.adapt.base import adaptations, adapted
+from llmtrain.kernels.platform import cpu
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.adapt import AdaptConfig, LoraConfig
+
+MLP = {"type": "swiglu", "d_ff": 24}
+SHARED = {"type": "shared_attention", "n_heads": 2, "mlp": MLP | {"type": "geglu"}, "adapter_rank": 2}
+MODEL = {
+    "vocab_size": 50,
+    "d_model": 16,
+    "norm": {"type": "rmsnorm"},
+    "blocks": {"a": {"type": "attention", "n_heads": 2, "position": {"type": "rotary"}, "mlp": MLP}, "s": SHARED},
+    "layers": "a s+a s+a",
+}
+
+
+@pytest.mark.parametrize(
+    ("dora", "base"),
+    [
+        (True, "nf4"),
+        *(pytest.param(*one, marks=pytest.mark.ci) for one in ((False, "bf16"), (True, "bf16"), (False, "nf4"))),
+    ],
+)
+def test_adapted_layers_are_one_graph(dora, base):
+    adapt = AdaptConfig(lora=LoraConfig(rank=2, dora=dora), base=base)
+    with torch.device("meta"):
+        model = adapted(HybridLM(ModelConfig.model_validate(MODEL), cpu()), adapt)
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    torch.manual_seed(1)
+    for converter in adaptations(adapt):
+        converter.begin(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".up." in name:
+                parameter.normal_(std=0.1)
+    for converter in adaptations(adapt):
+        converter.finish(model, torch.device("cpu"))
+    ids, found = torch.randint(50, (2, 8)), []
+    for compiled in (False, True):
+        for block in model.blocks if compiled else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        model.zero_grad()
+        CausalLM(model).loss(ids, ids).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(one is not None and one.norm() > 0 for one in found[0])
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-7)
