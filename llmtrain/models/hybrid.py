@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import SupportsIndex, cast
 
@@ -251,12 +251,12 @@ class HybridLM(nn.Module):
         """[vocab_size, d_model]; the embedding's when tied."""
         return self.embed.weight if self.head is None else self.head.matrix()
 
-    def init_weights(self, seed: int) -> None:
-        """Fills all parameters; the same values for any sharding and device (see models/init.py)."""
+    def init_weights(self, seed: int, names: Collection[str] | None = None) -> None:
+        """Fills all parameters, or those of these names; the same values for any sharding and device (see models/init.py)."""
         init = self.config.init
         depth = 2 * len(self.config.layer_list()) if init.scale_residual else 1
         std = None if init.type == "kaiming" else init.std
-        init_weights(self, InitScale(std, depth**-0.5), seed)
+        init_weights(self, InitScale(std, depth**-0.5), seed, names)
 
     def cast(self, dtype: torch.dtype) -> HybridLM:
         """All parameters to `dtype`, for inference, except those that mixers keep in fp32."""

@@ -7,7 +7,7 @@ parameter's rule maps to a value.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -70,8 +70,9 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, scale: InitScale, seed: int) -> None:
-    """Fills every parameter in place: plain tensors, the local part of DTensors, or what a tensor-parallel rank holds.
+def init_weights(model: nn.Module, scale: InitScale, seed: int, names: Collection[str] | None = None) -> None:
+    """Fills every parameter, or those of these names, in place: plain tensors, the local part of DTensors, or what a
+    tensor-parallel rank holds.
 
     A module with parameters of its own says what they are in `init_rules(scale) -> {name: Rule}`.
     """
@@ -83,7 +84,9 @@ def init_weights(model: nn.Module, scale: InitScale, seed: int) -> None:
         assert own.keys() == rules.keys(), f"{prefix}: has {sorted(own)}, initialises {sorted(rules)}"
         divided = shards_of(module)
         for name, parameter in own.items():
-            fill(parameter, rules[name], clean_name(f"{prefix}.{name}"), seed, divided.get(name))
+            whole = clean_name(f"{prefix}.{name}")
+            if names is None or whole in names:
+                fill(parameter, rules[name], whole, seed, divided.get(name))
 
 
 def fill(parameter: Tensor, rule: Rule, name: str, seed: int, slices: Slices | None = None) -> None:

@@ -152,7 +152,8 @@ def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | No
     beneath = None
     if config.init_from:
         if training.added or not config.init_from.is_whole:
-            model.init_weights(config.seed)  # for what is not loaded
+            # What is not loaded.
+            model.init_weights(config.seed, training.added if config.init_from.is_whole else None)
         initial = initial_checkpoint(config)
         loaded = load_part(
             initial.fetch(),

@@ -85,8 +85,11 @@ def batches(config: Config, device: Any) -> list[dict[str, Any]]:
 
 
 def ours(config: Config, narrow: bool) -> Callable[[], None]:
+    import torch
+
     from llmtrain.adapt.base import adaptations
     from llmtrain.distributed.world import initialize, world_from_environment
+    from llmtrain.models.slices import local_of
     from llmtrain.objectives.base import compute_loss
     from llmtrain.train.build import build
     from llmtrain.train.step import GradientSync
@@ -94,7 +97,11 @@ def ours(config: Config, narrow: bool) -> Callable[[], None]:
     device = initialize()
     training = build(config, world_from_environment(), device)
     model, graphs = training.model.hybrid, training.graphs
-    model.init_weights(config.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.device != device and not parameter.requires_grad:  # it becomes 4 bits
+                parameter.data = torch.empty_like(parameter, device=device)
+            local_of(parameter).normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02)
     for converter in adaptations(config.adapt):
         converter.begin(model)
     for converter in adaptations(config.adapt):
