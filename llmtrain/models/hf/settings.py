@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
 from llmtrain.models.sections.dense import MLPSection
+from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition, YarnScaling
 
 AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
@@ -298,7 +299,8 @@ def _refuse_other_layers(
 ) -> None:
     """Refuse a block of another type than these, and a feed-forward layer that is not dense. experts: or has experts."""
     refusals.unless(isinstance(block, kinds), f"model.blocks.{name}.type", block.type, instead)
-    dense = experts or block.mlp is None or isinstance(block.mlp, MLPSection)
+    known = (MLPSection, ExpertsSection) if experts else MLPSection
+    dense = block.mlp is None or isinstance(block.mlp, known)
     found = block.mlp and block.mlp.type
     refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs, such as swiglu")
 
