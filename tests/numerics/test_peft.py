@@ -16,21 +16,21 @@ from llmtrain.adapt.peft_folder import WEIGHTS, attach, read_peft, write_peft
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import family_of_hf_config
-from tests.numerics import test_hf_decoders, test_hf_hybrids, test_hf_llama, test_hf_nemotron_h, test_hf_zamba2
-from tests.support import hf
+from tests.numerics import test_hf_decoders, test_hf_hybrids
+from tests.support import hf, hf_families
 
 DRAWS = 8
 TOLERANCE = 1e-5
 PEERS: dict[str, tuple[Any, Any, Any]] = {
-    "llama": (test_hf_llama.draw, transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "llama": (hf_families.llama, transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3": (test_hf_decoders.PEERS["qwen3"].draw, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "olmo_hybrid": (
         test_hf_decoders.PEERS["olmo_hybrid"].draw,
         transformers.OlmoHybridConfig,
         transformers.OlmoHybridForCausalLM,
     ),
-    "zamba2": (test_hf_zamba2.draw, transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
-    "nemotron_h": (test_hf_nemotron_h.draw, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    "zamba2": (hf_families.zamba2, transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
+    "nemotron_h": (hf_families.nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "falcon_h1": (test_hf_hybrids.falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
 }
 REFUSED_BY_PEFT = {"nemotron_h": "out_proj", "falcon_h1": "out_proj"}
@@ -49,7 +49,7 @@ def with_peft(name: str, case: hf.Case, number: int) -> Any:
     rng = random.Random(case.seed)
     tie = None
     if name == "zamba2":
-        tie = test_hf_zamba2.tie_shared_blocks if test_hf_zamba2.unties_shared_blocks(case.config) else None
+        tie = hf_families.tie_shared_blocks if hf_families.unties_shared_blocks(case.config) else None
     peer = hf.random_peer(case, PEERS[name][2], tie)
     dora = number % 3 == 2
     left = {REFUSED_BY_PEFT.get(name), *([] if not dora and not case.config.tie_word_embeddings else ["lm_head"])}
@@ -141,8 +141,8 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
 
 def plain_copy(name: str, case: hf.Case) -> Any:
     tie = None
-    if name == "zamba2" and test_hf_zamba2.unties_shared_blocks(case.config):
-        tie = test_hf_zamba2.tie_shared_blocks
+    if name == "zamba2" and hf_families.unties_shared_blocks(case.config):
+        tie = hf_families.tie_shared_blocks
     return hf.random_peer(case, PEERS[name][2], tie)
 
 
