@@ -47,10 +47,7 @@ def case_of(name: str, number: int) -> hf.Case:
 def with_peft(name: str, case: hf.Case, number: int) -> Any:
     """The class with adapters of peft, all away from their initial values."""
     rng = random.Random(case.seed)
-    tie = None
-    if name == "zamba2":
-        tie = hf_families.tie_shared_blocks if hf_families.unties_shared_blocks(case.config) else None
-    peer = hf.random_peer(case, PEERS[name][2], tie)
+    peer = plain_copy(name, case)
     dora = number % 3 == 2
     left = {REFUSED_BY_PEFT.get(name), *([] if not dora and not case.config.tie_word_embeddings else ["lm_head"])}
     linears = {
@@ -140,10 +137,17 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
 
 
 def plain_copy(name: str, case: hf.Case) -> Any:
-    tie = None
-    if name == "zamba2" and hf_families.unties_shared_blocks(case.config):
-        tie = hf_families.tie_shared_blocks
-    return hf.random_peer(case, PEERS[name][2], tie)
+    untied = name == "zamba2" and hf_families.unties_shared_blocks(case.config)
+    return hf.random_peer(case, PEERS[name][2], tie_parameters if untied else None)
+
+
+def tie_parameters(peer: Any) -> None:
+    """The weights of a shared block are the same in all its uses; its modules, which peft gives adapters, are not."""
+    hybrid = [layer.shared_transformer for layer in peer.model.layers if hasattr(layer, "shared_transformer")]
+    for i, use in enumerate(hybrid):
+        for name, parameter in hybrid[i % peer.config.num_mem_blocks].named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            setattr(use.get_submodule(owner), leaf, parameter)
 
 
 def merged_is_unmerged(ours: Any, lora: Lora, adapters: Any, tokens: Tensor) -> None:
