@@ -83,7 +83,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, order, inverse)
-        return (y[inverse].view(*weights.shape, -1) * weights[..., None]).sum(1).to(y.dtype)
+        total = (y[inverse].view(*weights.shape, -1) * weights[..., None]).sum(1)
+        # Of a cast that is none, Dynamo (torch 2.11) would make gradients of 0.
+        return total if total.dtype == y.dtype else total.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None, None]:

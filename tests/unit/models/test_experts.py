@@ -130,6 +130,21 @@ def test_grouped_mm_computes_what_the_reference_does(dtype, chosen):
         assert float((one - other).norm() / other.norm()) < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "grouped_mm"])
+def test_gradients_are_the_same_where_the_layer_is_traced(backend, dtype):
+    made = layer(dtype, backend=backend, n_experts=4, d_ff=16, shared={"d_ff": 8})
+    x = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    def gradients(function: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        return list(torch.autograd.grad(function(leaf).square().sum(), [leaf, *made.parameters()]))
+
+    traced = torch.compile(lambda x: made(x, WITHOUT), backend="aot_eager", fullgraph=True)
+    for one, other in zip(gradients(traced), gradients(lambda x: made(x, WITHOUT)), strict=True):
+        assert float(other.norm()) > 0 and float((one - other).norm() / other.norm()) < 1e-5
+
+
 def test_groups_hold_the_choice_together():
     """By the published definition (arXiv:2412.19437, section 2.1.2): the groups with the best sums of two, then their best."""
     section = RouterSection.model_validate(
