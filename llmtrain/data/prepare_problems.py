@@ -41,10 +41,13 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
 
 def _recognised(prepare: PrepareConfig) -> tuple[list[PrepareConfig], list[Problem]]:
     """The configs of each folder as they are made, and problems of their records' format."""
-    from llmtrain.data.chat.recognise import recognised  # here, because most commands need no chat template
+    each = list(prepare.each().values() or [prepare])
+    if all(one.chat is None and one.fills_samples and one.sources == ["stdlib"] for one in each):
+        return each, []  # texts, for which a check needs none of the libraries below
+    from llmtrain.data.chat.recognise import recognised
 
     made = []
-    for one in prepare.each().values() or [prepare]:
+    for one in each:
         try:
             made.append(recognised(one))
         except PrepareError as error:

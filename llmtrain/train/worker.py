@@ -61,7 +61,7 @@ def run_rank(
         nonlocal folder, lock
         config = load(world.size)
         with start_phase("import of PyTorch"):
-            import torch  # noqa: F401
+            import torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
         for line in environment:
             run_log.info(line)

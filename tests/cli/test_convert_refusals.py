@@ -119,9 +119,9 @@ def test_too_little_disk_space_is_reported_before_anything_is_written(small, tmp
 def test_an_adapter_is_to_be_merged(tmp_path, capsys):
     publish(tmp_path / "source", "mpt")
     (tmp_path / "source" / "model.safetensors").rename(tmp_path / "source" / "adapter_model.safetensors")
-    assert "merge_and_unload" not in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
+    assert "--base CHECKPOINT" not in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
     (tmp_path / "source" / "adapter_config.json").write_text("{}")
-    assert "merge_and_unload" in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
+    assert "--base CHECKPOINT" in refused(capsys, "import", tmp_path / "source", tmp_path / "out")
 
 
 def test_the_tokenizer_must_be_there_and_fit(small, tmp_path, capsys):

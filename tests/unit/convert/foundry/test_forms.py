@@ -290,7 +290,7 @@ class TestHuggingFace:
         assert model["init"] == {"std": 0.02, "scale_residual": False}
 
     def test_a_type_that_cannot_be_expressed_names_its_setting(self, tmp_path):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "phimoe", "num_local_experts": 8}))
         made = self.migrated(tmp_path, pretrained_model_name_or_path=str(tmp_path))
         assert "num_local_experts" in left(made)["model.pretrained_model_name_or_path"]
 

@@ -55,7 +55,7 @@ def train(**settings: Any) -> TrainConfig:
     ],
 )
 def test_reasons_against_graphs(ranks: int, platform: Platform, dropout: float, settings: dict, reason: str | None):
-    found = refusal(train(**settings), ranks, platform, dropout)
+    found = refusal(train(**settings), ranks, platform, dropout > 0)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -75,6 +75,7 @@ def made(platform: Platform, ranks: int = 1, **settings: Any) -> GraphedLoss | N
     config: Any = SimpleNamespace(
         train=train(**settings),
         model=SimpleNamespace(draws_in_training=False, counts_over_ranks=False),
+        draws_in_training=False,
         grad_accum=lambda ranks: 2,
         objective=NextTokenSection(),
     )
@@ -85,7 +86,7 @@ def test_auto_explains_what_rules_out_graphs_and_on_does_not_go_on_without(caplo
     caplog.set_level("INFO", "llmtrain.run")
     assert made(NVIDIA, cuda_graphs="off") is None and not caplog.messages
     assert made(NVIDIA, ranks=2) is None
-    assert caplog.messages == [f"CUDA graphs: off, as {refusal(train(), 2, NVIDIA, 0.0)}"]
+    assert caplog.messages == [f"CUDA graphs: off, as {refusal(train(), 2, NVIDIA, False)}"]
     with pytest.raises(UserError, match=r"train\.cuda_graphs = on: .* 2 ranks .*; use auto or off"):
         made(NVIDIA, ranks=2, cuda_graphs="on")
     graphs = made(NVIDIA, cuda_graphs="on")
