@@ -42,7 +42,7 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
 def _recognised(prepare: PrepareConfig) -> tuple[list[PrepareConfig], list[Problem]]:
     """The configs of each folder as they are made, and problems of their records' format."""
     each = list(prepare.each().values() or [prepare])
-    if all(one.chat is None and one.fills_samples and one.sources == ["stdlib"] for one in each):
+    if all(one.chat is None and one.sources == ["stdlib"] for one in each):
         return each, []  # texts, for which a check needs none of the libraries below
     from llmtrain.data.chat.recognise import recognised
 

@@ -110,7 +110,7 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         folder.mkdir()
         added = {n: p for n, p in ours.named_parameters() if p.requires_grad}
         tensors = {n: p.detach() if what == "values" else p.grad for n, p in added.items()}
-        write_peft(folder, lora, tensors, ours.config, family, None)
+        write_peft(folder, lora, tensors, ours.config, family, None)  # pyright: ignore
     written, saved = load_file(tmp_path / "values" / WEIGHTS), load_file(tmp_path / WEIGHTS)
     saved = {n: t for n, t in saved.items() if "base_layer" not in n}
     assert written.keys() == saved.keys() and all(torch.equal(written[n], t) for n, t in saved.items())
@@ -126,7 +126,7 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         CausalLM(wide).loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
         added = {n: p.grad for n, p in wide.named_parameters() if p.requires_grad}
         (tmp_path / "wide").mkdir()
-        write_peft(tmp_path / "wide", lora, added, ours.config, family, None)
+        write_peft(tmp_path / "wide", lora, added, ours.config, family, None)  # pyright: ignore
         exact = {n.removesuffix(".weight"): g for n, g in load_file(tmp_path / "wide" / WEIGHTS).items()}
         assert apart(found, exact) < max(TOLERANCE, 2 * apart({n: g.double() for n, g in named.items()}, exact)) < 1e-3
 

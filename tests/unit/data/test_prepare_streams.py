@@ -126,7 +126,9 @@ def test_streams_in_a_runs_yaml_are_its_streams(tmp_path, sources):
         assert {name: (stream.local, stream.split) for name, stream in streams.items()} == {
             name: (folder, split) for name, folder in folders.items()
         }
-    assert check_streams(data, 4) == [] and list(_folder_problems(data.prepare, list(data.prepare.each().values()))) == []
+    assert (
+        check_streams(data, 4) == [] and list(_folder_problems(data.prepare, list(data.prepare.each().values()))) == []
+    )
     assert run_tokenizer_path(data.model_dump(mode="json")) == str(tmp_path / "out" / "tokenizer")
     mixed = [{"proportions": {"web": 0.5, "code": 0.5}}]
     assert DataConfig.model_validate(given | {"mixture": mixed}).order_name == "mixed"

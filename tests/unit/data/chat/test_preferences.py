@@ -108,7 +108,7 @@ def answers(data: DataConfig) -> list[list[tuple[str, str, bool]]]:
             trained = labels[own][labels[own] != -100]
             if len(trained):
                 texts = (tokenizer.decode(ids.tolist()) for ids in (batch["input_ids"][0][own], trained))
-                found[-1].append((*texts, bool(batch["undesirable"][0][own].all())))
+                found[-1].append((*texts, bool(batch["undesirable"][0][own].all())))  # pyright: ignore
     return found
 
 

@@ -86,14 +86,14 @@ def test_only_answers_are_labels(tmp_path):
     assert tokenizer.chat_template and len(tokenizer.end_ids) == 2
     found: list[str] = []
     for build in (build_train_loader, build_validation_loader):
-        for batch in build(data(tmp_path), global_batch_size=1, trained_only=True):
+        for batch in build(data(tmp_path), global_batch_size=1, trained_only=True):  # pyright: ignore
             labels = batch["labels"][0]
-            assert batch["label_counts"].tolist() == [(labels != -100).sum()] and batch["text_bytes"].tolist() == [-1]
+            assert batch["label_counts"].tolist() == [(labels != -100).sum()] and batch["text_bytes"].tolist() == [-1]  # pyright: ignore
             inputs = batch["input_ids"][0]
             assert (labels[:-1] == inputs[1:])[labels[:-1] >= 0].all()
             text = tokenizer.decode(labels[labels >= 0].tolist())
             found += [one for one in text.split("<|im_end|>") if one]
-            documents = batch["document_ids"][0]
+            documents = batch["document_ids"][0]  # pyright: ignore
             starts = np.flatnonzero(np.diff(documents.numpy(), prepend=-1))
             opens = tokenizer.backend.token_to_id("<|im_start|>")
             padding = inputs == tokenizer.eod_id
@@ -101,7 +101,7 @@ def test_only_answers_are_labels(tmp_path):
     assert sorted(found) == sorted(answer for _, answer in PAIRS)
     everything = list(build_train_loader(data(tmp_path), global_batch_size=1))
     assert all((batch["labels"] != tokenizer.eod_id).all() for batch in everything)  # no padding is a label
-    assert sum(int(batch["label_counts"].sum()) for batch in everything) > sum(map(len, found))
+    assert sum(int(batch["label_counts"].sum()) for batch in everything) > sum(map(len, found))  # pyright: ignore
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "padded"])
@@ -253,9 +253,9 @@ def test_streams_of_conversations_and_of_texts_share_a_tokenizer(tmp_path, stdli
     values = {"streams": {"chat": [chats], "text": [stdlib_like]}, "out": str(tmp_path / "out"), "vocab_size": 300}
     values |= {"seq_len": SEQ_LEN, "validation_fraction": 0.0}
     made = prepare_all(PrepareConfig.model_validate(values), progress=False)
-    assert "mask_documents: true" in made.yaml.read_text()
-    assert "trained" in made.folders["chat"].split("train") and "trained" not in made.folders["text"].split("train")
-    streams = {name: {"local": str(folder.out), "split": "train"} for name, folder in made.folders.items()}
+    assert "mask_documents: true" in made.yaml.read_text()  # pyright: ignore
+    assert "trained" in made.folders["chat"].split("train") and "trained" not in made.folders["text"].split("train")  # pyright: ignore
+    streams = {name: {"local": str(folder.out), "split": "train"} for name, folder in made.folders.items()}  # pyright: ignore
     loader = build_train_loader(data(tmp_path, train={"streams": streams}, validation=None), global_batch_size=1)
     assert len(list(loader)) == len(loader)
 

@@ -56,8 +56,8 @@ def template_of(kind: str, marked: bool) -> ChatTemplate:
 
 def encode(kind: str, chat: Conversation, marked: bool, closes: bool = False, **settings: str) -> Sample:
     tokenizer = oracle(kind)
-    found = ChatSettings("messages", (), template_of(kind, marked), **{"targets": "all", "prompts": "none"} | settings)
-    marks = DocumentMarks(tokenizer.eos_token_id, closes=closes)
+    found = ChatSettings("messages", (), template_of(kind, marked), **{"targets": "all", "prompts": "none"} | settings)  # pyright: ignore
+    marks = DocumentMarks(tokenizer.eos_token_id, closes=closes)  # pyright: ignore
     [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, found)([found.render(chat)])
     return sample
 
@@ -81,8 +81,8 @@ def test_marked_answers_are_those_of_transformers(kind):
             return_assistant_tokens_mask=True,
         )
         sample = encode(kind, chat, marked=True)
-        assert sample.ids.tolist() == expected["input_ids"]
-        mask = expected["assistant_masks"]
+        assert sample.ids.tolist() == expected["input_ids"]  # pyright: ignore
+        mask = expected["assistant_masks"]  # pyright: ignore
         if (
             mask != sample.trained.tolist()
         ):  # transformers leaves out the last bytes of a character at the end of an answer
@@ -90,7 +90,7 @@ def test_marked_answers_are_those_of_transformers(kind):
                 chat.messages, tools=chat.tools, chat_template=template.text, tokenize=False
             )
             added = [n for n, (a, b) in enumerate(zip(mask, sample.trained.tolist(), strict=True)) if a != b]
-            offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]  # pyright: ignore
             assert all(offsets[n] == offsets[n - 1] and text[slice(*offsets[n])] == "🍵" for n in added)
         assert sum(sample.trained) > 3
 
@@ -104,7 +104,7 @@ def test_without_marks_an_answer_begins_behind_the_longest_common_prefix(kind):
     tokenizer, template = oracle(kind), template_of(kind, marked=False)
 
     def ids(messages: list[dict[str, Any]], chat: Conversation, asks: bool) -> list[int]:
-        return tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(  # pyright: ignore
             messages, tools=chat.tools, chat_template=template.text, add_generation_prompt=asks, return_dict=False
         )
 
@@ -152,7 +152,7 @@ def test_prompts_are_trained_where_they_are_long_enough():
 def test_plain_prompts_and_completions():
     tokenizer = oracle("tulu")
     settings = ChatSettings("completion", (), None, "all", "none")
-    marks = DocumentMarks(tokenizer.eos_token_id)
+    marks = DocumentMarks(tokenizer.eos_token_id)  # pyright: ignore
     encoder = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, settings)
     [sample] = encoder([settings.render(Conversation(prompt="what is th", completion="e colour"))])
     whole = tokenizer("what is the colour", add_special_tokens=False)["input_ids"]
