@@ -11,6 +11,7 @@ from llmtrain.config.addresses import may_be_hub_name
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason, working_folder
 from llmtrain.config.regular_file import read_json
+from llmtrain.data.chat.recognise import recognised
 from llmtrain.data.partitions.prepared_folder import LATER_SETTINGS, MANIFEST, SETTINGS, read_manifest, setting
 from llmtrain.data.shards.index import NOT_MARKED
 from llmtrain.data.sources.files import PrepareError, SourceFile, stored_bytes
@@ -41,13 +42,8 @@ def prepare_problems(config: Config) -> Iterator[Problem]:
 
 def _recognised(prepare: PrepareConfig) -> tuple[list[PrepareConfig], list[Problem]]:
     """The configs of each folder as they are made, and problems of their records' format."""
-    each = list(prepare.each().values() or [prepare])
-    if all(one.chat is None and one.sources == ["stdlib"] for one in each):
-        return each, []  # texts, for which a check needs none of the libraries below
-    from llmtrain.data.chat.recognise import recognised
-
     made = []
-    for one in each:
+    for one in prepare.each().values() or [prepare]:
         try:
             made.append(recognised(one))
         except PrepareError as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llmtrain.config.output_folder import replace_file
 from llmtrain.config.regular_file import read_text
-from llmtrain.data.chat.recognise import recognised, train_tokenizer
+from llmtrain.data.chat.prepare import train_tokenizer
+from llmtrain.data.chat.recognise import recognised
 from llmtrain.data.partitions.prepared_folder import PreparedFolder, fingerprint, lock_folder, setting
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources.compression import DAMAGES, decompress

@@ -1,13 +1,12 @@
 """Tokenising renderings of conversations for the shards, with the flags of their tokens."""
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.chat.samples import ChatSettings, SampleEncoder, rendering_of
+from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder, rendering_of
 from llmtrain.data.shards.token_flags import ENDS, TRAINED, with_flags
 from llmtrain.data.sources.records import Pieces
 from llmtrain.data.tokenize.encode import DocumentMarks, EncodedBatch, held_out
@@ -34,26 +33,42 @@ class ChatEncoder:
 
     def __call__(self, batch: Sequence[Pieces]) -> ChatBatch:
         renderings = [rendering_of(text) for some in batch for text in some.texts]
-        samples = self._encode(renderings)
-        size = self._seq_len
+        samples, size = self._encode(renderings), self._seq_len
         whole = np.array([len(one.ids) for one in samples], np.int64)
-        ids = [np.zeros(0, np.uint32)]
-        for one in samples:
-            flags = one.trained[:size].astype(np.uint8) * np.uint8(TRAINED)
-            flags[-1:] |= ENDS
-            ids.append(with_flags(one.ids[:size], flags))
-        held = np.array(
-            list(itertools.chain.from_iterable(held_out(some, self._seed, self._fraction) for some in batch))
-        )
         tokens = np.minimum(whole, size)
-        encoded = EncodedBatch(
-            held_out=held.astype(bool),
-            ends=np.ones(len(samples), bool),
-            tokens=tokens,
-            text_bytes=np.array([len(one.text.encode()) for one in renderings], np.int64),
-            ids=np.concatenate(ids),
-            held_bytes=np.zeros(int(tokens[held.astype(bool)].sum()), np.int64),
-        )
-        # The first token of a document is no label.
-        useless = np.array([not one.trained[1:size].any() for one in samples], bool)
-        return ChatBatch(encoded, whole - tokens, useless)
+        text_bytes = [len(one.text.encode()) for one in renderings]
+        ids = [flagged(one, size) for one in samples]
+        useless = np.array([not has_label(one, size) for one in samples], bool)
+        held = held_out_of(batch, self._seed, self._fraction)
+        return ChatBatch(encoded(held, tokens, text_bytes, ids), whole - tokens, useless)
+
+
+def held_out_of(batch: Sequence[Pieces], seed: int, fraction: float) -> NDArray[np.bool_]:
+    """Which records are of validation."""
+    return np.array([out for some in batch for out in held_out(some, seed, fraction)], bool)
+
+
+def flagged(one: Sample, size: int, further: int = 0) -> NDArray[np.uint32]:
+    """The first `size` tokens of a document with their flags. further: flags of each of them."""
+    flags = one.trained[:size].astype(np.uint8) * np.uint8(TRAINED) | np.uint8(further)
+    flags[-1:] |= ENDS
+    return with_flags(one.ids[:size], flags)
+
+
+def has_label(one: Sample, size: int) -> bool:
+    """True if one of the first `size` tokens is trained. The first token of a document is no label."""
+    return bool(one.trained[1:size].any())
+
+
+def encoded(
+    held: NDArray[np.bool_], tokens: NDArray[np.int64], text_bytes: Sequence[int], ids: Sequence[NDArray[np.uint32]]
+) -> EncodedBatch:
+    """Whole records, of which each ends. tokens, text_bytes: of each; ids: of all in order."""
+    return EncodedBatch(
+        held_out=held,
+        ends=np.ones(len(tokens), bool),
+        tokens=tokens,
+        text_bytes=np.array(text_bytes, np.int64),
+        ids=np.concatenate([np.zeros(0, np.uint32), *ids]),
+        held_bytes=np.zeros(int(tokens[held].sum()), np.int64),
+    )

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.chat.conversation import ChatFault, checked, known_fields, messages_of, parsed, text_of
-from llmtrain.data.chat.encode import ChatBatch
+from llmtrain.data.chat.encode import ChatBatch, encoded, flagged, has_label, held_out_of
 from llmtrain.data.chat.samples import ChatSettings, Rendering, Sample, SampleEncoder
 from llmtrain.data.chat.template import ChatError
-from llmtrain.data.shards.token_flags import ENDS, TRAINED, UNDESIRABLE, with_flags
+from llmtrain.data.shards.token_flags import UNDESIRABLE
 from llmtrain.data.sources.records import Pieces
-from llmtrain.data.tokenize.encode import DocumentMarks, EncodedBatch, held_out
+from llmtrain.data.tokenize.encode import DocumentMarks
 
 Text = str | list[dict[str, Any]]
 """Text, or messages."""
@@ -146,30 +146,18 @@ class PreferenceEncoder:
             pairs = [(one, _mismatched(one, samples[number - 1])) for number, one in enumerate(samples)]
         else:
             pairs = [_aligned(a, b) for a, b in zip(samples[::2], samples[1::2], strict=True)]
-        ids, cut, useless = [np.zeros(0, np.uint32)], [], []
+        ids, tokens, cut, useless = [], [], [], []
         for record, pair in zip(records, pairs, strict=True):
             sizes = _fitting([len(one.ids) for one in pair], self._seq_len)
+            tokens.append(sum(sizes))
             cut.append(sum(len(one.ids) for one in pair) - sum(sizes))
-            # The first token of a document is no label.
-            useless.append(not all(one.trained[1:size].any() for one, size in zip(pair, sizes, strict=True)))
-            for one, size in zip(pair, sizes, strict=True):
-                flags = one.trained[:size].astype(np.uint8) * np.uint8(TRAINED)
-                flags[-1:] |= ENDS
-                flags |= np.uint8(0 if record["desirable"] else UNDESIRABLE)
-                ids.append(with_flags(one.ids[:size], flags))
-        tokens = np.array([len(a) + len(b) for a, b in zip(ids[1::2], ids[2::2], strict=True)], np.int64)
-        held = np.array([out for some in batch for out in held_out(some, self._seed, self._fraction)], bool)
-        encoded = EncodedBatch(
-            held_out=held,
-            ends=np.ones(len(records), bool),
-            tokens=tokens,
-            text_bytes=np.array(
-                [sum(len(one[0].encode()) for one in record["answers"]) for record in records], np.int64
-            ),
-            ids=np.concatenate(ids),
-            held_bytes=np.zeros(int(tokens[held].sum()), np.int64),
-        )
-        return ChatBatch(encoded, np.array(cut, np.int64), np.array(useless, bool))
+            cuts = list(zip(pair, sizes, strict=True))
+            useless.append(not all(has_label(one, size) for one, size in cuts))
+            ids += [flagged(one, size, 0 if record["desirable"] else UNDESIRABLE) for one, size in cuts]
+        text_bytes = [sum(len(one[0].encode()) for one in record["answers"]) for record in records]
+        held = held_out_of(batch, self._seed, self._fraction)
+        found = encoded(held, np.array(tokens, np.int64), text_bytes, ids)
+        return ChatBatch(found, np.array(cut, np.int64), np.array(useless, bool))
 
 
 def _aligned(a: Sample, b: Sample) -> tuple[Sample, Sample]:

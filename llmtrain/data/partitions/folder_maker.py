@@ -13,7 +13,8 @@ from typing import Any
 from llmtrain import __version__
 from llmtrain.config.output_folder import make_marked, replace_file, working_folder
 from llmtrain.config.regular_file import read_bytes, read_text
-from llmtrain.data.chat.recognise import chat_settings, key_of, recognised, train_tokenizer
+from llmtrain.data.chat.prepare import chat_settings, key_of, train_tokenizer
+from llmtrain.data.chat.recognise import recognised
 from llmtrain.data.chat.samples import ChatSettings
 from llmtrain.data.partitions.cutting import Partition, cut, identify
 from llmtrain.data.partitions.dedup import find_duplicates, has_hashes, without
