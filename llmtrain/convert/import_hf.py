@@ -13,7 +13,8 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llmtrain.adapt.peft_folder import BASE, read_peft, recorded_base
+from llmtrain.adapt.peft_folder import BASE
+from llmtrain.adapt.peft_read import read_peft, recorded_base
 from llmtrain.checkpoint.beneath import base_of
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest

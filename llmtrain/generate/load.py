@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.adapt.base import adaptations, adapted
-from llmtrain.adapt.peft_folder import Adapters, attach, is_peft, read_peft
+from llmtrain.adapt.peft_read import Adapters, attach, is_peft, read_peft
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests

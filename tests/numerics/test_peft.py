@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from llmtrain.adapt.base import converters_of
 from llmtrain.adapt.lora import Lora
-from llmtrain.adapt.peft_folder import WEIGHTS, attach, read_peft, write_peft
+from llmtrain.adapt.peft_folder import WEIGHTS, write_peft
+from llmtrain.adapt.peft_read import attach, read_peft
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import family_of_hf_config

@@ -44,7 +44,7 @@ class ChatEncoder:
 
 
 def held_out_of(batch: Sequence[Pieces], seed: int, fraction: float) -> NDArray[np.bool_]:
-    """Which records are of validation."""
+    """Records of validation: [p], true for each of them."""
     return np.array([out for some in batch for out in held_out(some, seed, fraction)], bool)
 
 

@@ -1,4 +1,4 @@
-"""What `prepare` needs of chat data that was recognised: the settings of its samples, the key of its records, and a tokenizer."""
+"""Settings of samples, the key of records and a tokenizer, for chat data that was recognised."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from llmtrain.adapt.base import converters_of, meta_model
 from llmtrain.adapt.lora import Lora
 from llmtrain.adapt.nf4 import quantised, widened
-from llmtrain.adapt.peft_folder import CONFIG, WEIGHTS, read_peft, write_peft
+from llmtrain.adapt.peft_folder import CONFIG, WEIGHTS, write_peft
+from llmtrain.adapt.peft_read import read_peft
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
@@ -57,6 +58,12 @@ def folder(tmp_path):
         ("use_qalora", True, "train or save it without"),
         ("init_lora_weights", "pissa", "it changed the base's weights"),
         ("r", 4, "whose tensors have 3"),
+        ("r", "x", 'r = "x" is no number'),
+        ("lora_alpha", [1], "no number"),
+        ("lora_dropout", "a", "no number"),
+        ("rank_pattern", [1], "rank_pattern is no mapping"),
+        ("rank_pattern", {"(": 3}, "no regular expression"),
+        ("alpha_pattern", {"q_proj": "x"}, "no number"),
         ("use_dora", True, "only layers of mixers and MLPs|has no lora_magnitude_vector"),
     ],
 )
