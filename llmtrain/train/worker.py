@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import importlib
 import logging
 import os
 import signal
@@ -61,7 +62,7 @@ def run_rank(
         nonlocal folder, lock
         config = load(world.size)
         with start_phase("import of PyTorch"):
-            import torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+            importlib.import_module("torch")
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
         for line in environment:
             run_log.info(line)

@@ -15,6 +15,7 @@ import pytest
 
 from llmtrain.cli import parser
 from tests.campaigns.expected import outcome
+from tests.campaigns.findings import Findings
 from tests.campaigns.scene import READERS, command
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "40"))
@@ -140,8 +141,7 @@ def judge(status: int | None, text: str, changed: list[str]) -> str:
 def draw(scene: Path, place: Path, count: int) -> Counter[str]:
     """Try `count` mutants; fails with all that are neither refused nor done."""
     rng = random.Random(SEED)
-    found: Counter[str] = Counter()
-    wrong = []
+    found = Findings("refused", "done")
     before = outcome(scene)
     shutil.copytree(scene, place)
     for number in range(count):
@@ -152,16 +152,11 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
         after = outcome(place)
         changed = sorted(name for name, _ in before.items() ^ after.items())
         verdict = judge(status, text, changed)
-        found[verdict] += 1
-        if verdict not in ("refused", "done"):
-            wrong.append(f"== {verdict}: {kind}: {mutant}: {status} {changed[:5]}\n{text[-1500:]}")
-            print(wrong[-1], flush=True)
+        found.add(verdict, f"{kind}: {mutant}: {status} {changed[:5]}\n{text[-1500:]}")
         if changed or status is None:
             shutil.rmtree(place)
             shutil.copytree(scene, place)
-    print(dict(found))
-    assert not wrong, f"{dict(found)}\n" + "\n".join(wrong)
-    return found
+    return found.passed()
 
 
 @pytest.mark.ci

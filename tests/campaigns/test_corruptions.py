@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns.expected import Expected, outcome
+from tests.campaigns.findings import Findings
 from tests.campaigns.scene import READERS, Reader, command
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "40"))
@@ -137,8 +138,7 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
     every = cases(scene)
     chosen = [case for _ in range(count // len(every) + 1) for case in rng.sample(every, len(every))][:count]
     expected: dict[str, Expected] = {}
-    found: Counter[str] = Counter()
-    wrong = []
+    found = Findings("named", "harmless")
     for name, file, free in chosen:
         argv = READERS[name].argv
         if name not in expected:
@@ -152,16 +152,11 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
         changed = expected[name].differences(before, outcome(place), text)
         differences = [what for what in changed if Path(what) not in files]
         verdict = judge(READERS[name], files, status, text, differences, free)
-        found[verdict] += 1
-        if verdict not in ("named", "harmless"):
-            wrong.append(f"== {verdict}: {name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")
-            print(wrong[-1], flush=True)
+        found.add(verdict, f"{name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")
         shutil.rmtree(place)
-        if sum(found.values()) % 50 == 0:
-            print(dict(found), flush=True)
-    print(dict(found))
-    assert not wrong, f"{dict(found)}\n" + "\n".join(wrong)
-    return found
+        if found.counts.total() % 50 == 0:
+            print(dict(found.counts), flush=True)
+    return found.passed()
 
 
 @pytest.mark.ci

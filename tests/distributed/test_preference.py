@@ -111,6 +111,6 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit_with_its_reference_and_wit
 @pytest.mark.ci
 def test_tensor_parallel_ranks_train_preferences(data: Path, tmp_path: Path, ranks):
     [expected] = ranks(1).run(train, config(data, tmp_path / "one"))
-    found = ranks(2).run(train, config(data, tmp_path / "two", **{"train.parallel": {"tensor": 2}}))[0]  # pyright: ignore
+    found = ranks(2).run(train, config(data, tmp_path / "two", "sigmoid", **{"train.parallel": {"tensor": 2}}))[0]
     for name in expected:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name

@@ -2,13 +2,11 @@
 back to the same bits."""
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import transformers
-from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import family_of_hf_config
 from tests.support import hf, ropes
@@ -177,27 +175,20 @@ def olmo_hybrid(rng: random.Random) -> Options:
     return keys | rng.choice([{}, without]) | of_fresh | {"linear_allow_neg_eigval": rng.random() < 0.5}
 
 
-@dataclass(frozen=True)
-class Peer:
-    draw: Callable[[random.Random], Options]
-    config: type[PreTrainedConfig]
-    model: Any
-
-
 PEERS = {
-    "mistral": Peer(mistral, transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": Peer(qwen2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": Peer(qwen3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "olmo2": Peer(olmo2, transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
-    "olmo3": Peer(olmo3, transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
-    "phi3": Peer(phi3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
-    "granite": Peer(granite, transformers.GraniteConfig, transformers.GraniteForCausalLM),
-    "gpt_neox": Peer(gpt_neox, transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
-    "starcoder2": Peer(starcoder2, transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
-    "gemma2": Peer(gemma2, transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "gemma3_text": Peer(gemma3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "qwen3_next": Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    "olmo_hybrid": Peer(olmo_hybrid, transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
+    "mistral": hf.Peer(mistral, transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": hf.Peer(qwen2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": hf.Peer(qwen3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "olmo2": hf.Peer(olmo2, transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": hf.Peer(olmo3, transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "phi3": hf.Peer(phi3, transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "granite": hf.Peer(granite, transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "gpt_neox": hf.Peer(gpt_neox, transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
+    "starcoder2": hf.Peer(starcoder2, transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "gemma2": hf.Peer(gemma2, transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": hf.Peer(gemma3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen3_next": hf.Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "olmo_hybrid": hf.Peer(olmo_hybrid, transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
 }
 
 

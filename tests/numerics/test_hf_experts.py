@@ -4,14 +4,11 @@ the same bits."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedConfig
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
@@ -126,24 +123,17 @@ def nemotron_h(rng: random.Random, i: int) -> Options:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Peer:
-    draw: Callable[[random.Random, int], Options]
-    config: type[PreTrainedConfig]
-    model: Any
-
-
 PEERS = {
-    "mixtral": Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "olmoe": Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
-    "qwen3_moe": Peer(qwen3_moe, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "granitemoe": Peer(granitemoe, transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
-    "dots1": Peer(dots1, transformers.Dots1Config, transformers.Dots1ForCausalLM),
-    "qwen3_next": Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    "granitemoehybrid": Peer(
+    "mixtral": hf.Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmoe": hf.Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "qwen3_moe": hf.Peer(qwen3_moe, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "granitemoe": hf.Peer(granitemoe, transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "dots1": hf.Peer(dots1, transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "qwen3_next": hf.Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "granitemoehybrid": hf.Peer(
         granitemoehybrid, transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM
     ),
-    "nemotron_h": Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
 POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h")]
 """Classes with an auxiliary loss."""

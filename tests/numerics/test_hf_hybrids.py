@@ -2,13 +2,10 @@
 bits."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import transformers
-from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 from tests.support import hf, ropes
@@ -105,17 +102,10 @@ def falcon(rng: random.Random, i: int) -> Options:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Peer:
-    draw: Callable[[random.Random, int], Options]
-    config: type[PreTrainedConfig]
-    model: Any
-
-
 PEERS = {
-    "bamba": Peer(bamba, transformers.BambaConfig, transformers.BambaForCausalLM),
-    "granitemoehybrid": Peer(granite, transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
-    "falcon_h1": Peer(falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
+    "bamba": hf.Peer(bamba, transformers.BambaConfig, transformers.BambaForCausalLM),
+    "granitemoehybrid": hf.Peer(granite, transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
+    "falcon_h1": hf.Peer(falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
 }
 
 

@@ -81,6 +81,11 @@ def with_peft(name: str, case: hf.Case, number: int) -> Any:
     return found.eval()
 
 
+def gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest distance of a tensor, in norms of it or of a thousandth of all."""
     total = torch.stack([t.norm() for t in theirs.values()]).norm()
@@ -110,8 +115,8 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         folder = tmp_path / what
         folder.mkdir()
         added = {n: p for n, p in ours.named_parameters() if p.requires_grad}
-        tensors = {n: p.detach() if what == "values" else p.grad for n, p in added.items()}
-        write_peft(folder, lora, tensors, ours.config, family, None)  # pyright: ignore
+        tensors = {n: p.detach() if what == "values" else gradient(p) for n, p in added.items()}
+        write_peft(folder, lora, tensors, ours.config, family, None)
     written, saved = load_file(tmp_path / "values" / WEIGHTS), load_file(tmp_path / WEIGHTS)
     saved = {n: t for n, t in saved.items() if "base_layer" not in n}
     assert written.keys() == saved.keys() and all(torch.equal(written[n], t) for n, t in saved.items())
@@ -125,9 +130,9 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         wide = hf.ours_in_memory(plain_copy(name, case), torch.float64)
         attach(wide, adapters)
         CausalLM(wide).loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
-        added = {n: p.grad for n, p in wide.named_parameters() if p.requires_grad}
+        added = {n: gradient(p) for n, p in wide.named_parameters() if p.requires_grad}
         (tmp_path / "wide").mkdir()
-        write_peft(tmp_path / "wide", lora, added, ours.config, family, None)  # pyright: ignore
+        write_peft(tmp_path / "wide", lora, added, ours.config, family, None)
         exact = {n.removesuffix(".weight"): g for n, g in load_file(tmp_path / "wide" / WEIGHTS).items()}
         assert apart(found, exact) < max(TOLERANCE, 2 * apart({n: g.double() for n, g in named.items()}, exact)) < 1e-3
 

@@ -177,7 +177,7 @@ def theirs(name: str, family: str, data: list[dict[str, Any]], folder: Any) -> t
             settings |= several if name == "weighted" else {"loss_type": [name]}
     args = Config(**settings)
 
-    class InOrder(Trainer):  # pyright: ignore
+    class InOrder(Trainer):  # pyright: ignore[reportGeneralTypeIssues]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 

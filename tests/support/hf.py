@@ -62,6 +62,15 @@ class Case:
     seed: int
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A class of transformers. draw: a generator (and the case's number) -> arguments of its config class."""
+
+    draw: Callable[..., dict[str, Any]]
+    config: Any
+    model: Any
+
+
 def cases(name: str, draw: Callable[[random.Random, int], dict[str, Any]], config_class: Any) -> list[Any]:
     """CASES random cases. draw: a generator and the case's number -> arguments of the config class."""
     made = []

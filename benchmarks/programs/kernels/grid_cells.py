@@ -72,7 +72,7 @@ def drawn_attention(count: int, seed: int) -> list[Shape]:
 
 def scans() -> list[Shape]:
     """Every scan once: those of models at 4,096 tokens, then sizes in turn, then lengths, also such as no chunk divides."""
-    found = [_scan(*model, 4096) for model in PUBLISHED["scans"].values()]  # pyright: ignore
+    found = [_scan(heads, dim, state, groups, 4096) for heads, dim, state, groups in PUBLISHED["scans"].values()]
     found += [_scan(spec.n_heads, spec.head_dim, spec.d_state, spec.n_groups, 4096) for spec in _shipped_scans()]
     for d_state in (16, 64, 128, 256):
         for head_dim in (64, 128):

@@ -137,7 +137,7 @@ def peers(config: Config, narrow: bool) -> Callable[[], None]:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(written, dtype=torch.bfloat16, attn_implementation="sdpa")
     if narrow:
-        import bitsandbytes  # pyright: ignore
+        import bitsandbytes  # pyright: ignore[reportMissingImports]
 
         linears = [
             (owner, name, one)

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.chat.conversation import ChatFault, checked, known_fields, messages_of, parsed, text_of
-from llmtrain.data.chat.encode import ChatBatch, encoded, flagged, has_label, held_out_of
-from llmtrain.data.chat.samples import ChatSettings, Rendering, Sample, SampleEncoder
+from llmtrain.data.chat.encode import ChatBatch, ChatEncoder, encoded, flagged, has_label, held_out_of
+from llmtrain.data.chat.samples import ChatSettings, Rendering, Sample
 from llmtrain.data.chat.template import ChatError
 from llmtrain.data.shards.token_flags import UNDESIRABLE
 from llmtrain.data.sources.records import Pieces
-from llmtrain.data.tokenize.encode import DocumentMarks
 
 Text = str | list[dict[str, Any]]
 """Text, or messages."""
@@ -129,14 +128,8 @@ def _rendering(settings: ChatSettings, of: Preference, answer: Text) -> Renderin
     return Rendering(whole, [], [(before, whole)], True)
 
 
-class PreferenceEncoder:
-    """Callable that tokenises preferences, each as one piece of two documents, which fit a sample together. As ChatEncoder."""
-
-    def __init__(
-        self, tokenizer: str, marks: DocumentMarks, settings: ChatSettings, seq_len: int, seed: int, fraction: float
-    ) -> None:
-        self._encode = SampleEncoder(tokenizer, marks, settings)
-        self._seq_len, self._seed, self._fraction = seq_len, seed, fraction
+class PreferenceEncoder(ChatEncoder):
+    """Callable that tokenises preferences, each as one piece of two documents, which fit a sample together."""
 
     def __call__(self, batch: Sequence[Pieces]) -> ChatBatch:
         records = [json.loads(text) for some in batch for text in some.texts]

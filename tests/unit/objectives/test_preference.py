@@ -159,7 +159,7 @@ def test_microbatches_of_unequal_tokens_make_the_step_of_the_whole(model: Causal
             weight = part["n_labels"] / counts[0]
             (output.loss * weight).backward()
             for name, value in {"total": output.loss, **output.terms}.items():
-                terms[name] = terms.get(name, 0.0) + float(value) * weight  # pyright: ignore
+                terms[name] = terms.get(name, 0.0) + float(value) * float(weight)
         return terms, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     whole, gradient = step(5)

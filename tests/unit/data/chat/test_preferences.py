@@ -107,8 +107,8 @@ def answers(data: DataConfig) -> list[list[tuple[str, str, bool]]]:
             own = documents == document
             trained = labels[own][labels[own] != -100]
             if len(trained):
-                texts = (tokenizer.decode(ids.tolist()) for ids in (batch["input_ids"][0][own], trained))
-                found[-1].append((*texts, bool(batch["undesirable"][0][own].all())))  # pyright: ignore
+                text, answer = (tokenizer.decode(ids.tolist()) for ids in (batch["input_ids"][0][own], trained))
+                found[-1].append((text, answer, bool(batch["undesirable"][0][own].all())))
     return found
 
 

@@ -1,8 +1,9 @@
 """Chat and completion data from files to shards, and the labels that training makes of them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 from llmtrain.data.loader.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.prepare import prepare
-from llmtrain.data.prepare_streams import hold_out, prepare_all
+from llmtrain.data.prepare_streams import PreparedStreams, hold_out, prepare_all
 from llmtrain.data.shards.index import ShardError
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
@@ -86,22 +87,24 @@ def test_only_answers_are_labels(tmp_path):
     assert tokenizer.chat_template and len(tokenizer.end_ids) == 2
     found: list[str] = []
     for build in (build_train_loader, build_validation_loader):
-        for batch in build(data(tmp_path), global_batch_size=1, trained_only=True):  # pyright: ignore
+        loader = build(data(tmp_path), global_batch_size=1, trained_only=True)
+        assert loader is not None
+        for batch in cast("Iterable[dict[str, Any]]", loader):
             labels = batch["labels"][0]
-            assert batch["label_counts"].tolist() == [(labels != -100).sum()] and batch["text_bytes"].tolist() == [-1]  # pyright: ignore
+            assert batch["label_counts"].tolist() == [(labels != -100).sum()] and batch["text_bytes"].tolist() == [-1]
             inputs = batch["input_ids"][0]
             assert (labels[:-1] == inputs[1:])[labels[:-1] >= 0].all()
             text = tokenizer.decode(labels[labels >= 0].tolist())
             found += [one for one in text.split("<|im_end|>") if one]
-            documents = batch["document_ids"][0]  # pyright: ignore
+            documents = batch["document_ids"][0]
             starts = np.flatnonzero(np.diff(documents.numpy(), prepend=-1))
             opens = tokenizer.backend.token_to_id("<|im_start|>")
             padding = inputs == tokenizer.eod_id
             assert all(inputs[at] == opens or padding[at] for at in starts.tolist())
     assert sorted(found) == sorted(answer for _, answer in PAIRS)
-    everything = list(build_train_loader(data(tmp_path), global_batch_size=1))
+    everything = list(cast("Iterable[dict[str, Any]]", build_train_loader(data(tmp_path), global_batch_size=1)))
     assert all((batch["labels"] != tokenizer.eod_id).all() for batch in everything)  # no padding is a label
-    assert sum(int(batch["label_counts"].sum()) for batch in everything) > sum(map(len, found))  # pyright: ignore
+    assert sum(int(batch["label_counts"].sum()) for batch in everything) > sum(map(len, found))
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "padded"])
@@ -253,9 +256,10 @@ def test_streams_of_conversations_and_of_texts_share_a_tokenizer(tmp_path, stdli
     values = {"streams": {"chat": [chats], "text": [stdlib_like]}, "out": str(tmp_path / "out"), "vocab_size": 300}
     values |= {"seq_len": SEQ_LEN, "validation_fraction": 0.0}
     made = prepare_all(PrepareConfig.model_validate(values), progress=False)
-    assert "mask_documents: true" in made.yaml.read_text()  # pyright: ignore
-    assert "trained" in made.folders["chat"].split("train") and "trained" not in made.folders["text"].split("train")  # pyright: ignore
-    streams = {name: {"local": str(folder.out), "split": "train"} for name, folder in made.folders.items()}  # pyright: ignore
+    assert isinstance(made, PreparedStreams)
+    assert "mask_documents: true" in made.yaml.read_text()
+    assert "trained" in made.folders["chat"].split("train") and "trained" not in made.folders["text"].split("train")
+    streams = {name: {"local": str(folder.out), "split": "train"} for name, folder in made.folders.items()}
     loader = build_train_loader(data(tmp_path, train={"streams": streams}, validation=None), global_batch_size=1)
     assert len(list(loader)) == len(loader)
 

@@ -2,12 +2,12 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from llmtrain.data.chat.conversation import ChatFault, Conversation
 from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
@@ -54,10 +54,16 @@ def template_of(kind: str, marked: bool) -> ChatTemplate:
     return ChatTemplate(text, {"eos_token": about["special"][0], "bos_token": about.get("bos", "")}, kind)
 
 
+def marks_of(tokenizer: PreTrainedTokenizerFast, closes: bool = True) -> DocumentMarks:
+    assert isinstance(tokenizer.eos_token_id, int)
+    return DocumentMarks(tokenizer.eos_token_id, closes=closes)
+
+
 def encode(kind: str, chat: Conversation, marked: bool, closes: bool = False, **settings: str) -> Sample:
     tokenizer = oracle(kind)
-    found = ChatSettings("messages", (), template_of(kind, marked), **{"targets": "all", "prompts": "none"} | settings)  # pyright: ignore
-    marks = DocumentMarks(tokenizer.eos_token_id, closes=closes)  # pyright: ignore
+    given = {"targets": "all", "prompts": "none"} | settings
+    found = ChatSettings("messages", (), template_of(kind, marked), given["targets"], given["prompts"])
+    marks = marks_of(tokenizer, closes=closes)
     [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, found)([found.render(chat)])
     return sample
 
@@ -80,17 +86,19 @@ def test_marked_answers_are_those_of_transformers(kind):
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
+        assert isinstance(expected, BatchEncoding)
         sample = encode(kind, chat, marked=True)
-        assert sample.ids.tolist() == expected["input_ids"]  # pyright: ignore
-        mask = expected["assistant_masks"]  # pyright: ignore
+        assert sample.ids.tolist() == expected["input_ids"]
+        mask = expected["assistant_masks"]
         if (
             mask != sample.trained.tolist()
         ):  # transformers leaves out the last bytes of a character at the end of an answer
             text = tokenizer.apply_chat_template(
                 chat.messages, tools=chat.tools, chat_template=template.text, tokenize=False
             )
+            assert isinstance(text, str)
             added = [n for n, (a, b) in enumerate(zip(mask, sample.trained.tolist(), strict=True)) if a != b]
-            offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]  # pyright: ignore
+            offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             assert all(offsets[n] == offsets[n - 1] and text[slice(*offsets[n])] == "🍵" for n in added)
         assert sum(sample.trained) > 3
 
@@ -104,9 +112,10 @@ def test_without_marks_an_answer_begins_behind_the_longest_common_prefix(kind):
     tokenizer, template = oracle(kind), template_of(kind, marked=False)
 
     def ids(messages: list[dict[str, Any]], chat: Conversation, asks: bool) -> list[int]:
-        return tokenizer.apply_chat_template(  # pyright: ignore
+        found = tokenizer.apply_chat_template(
             messages, tools=chat.tools, chat_template=template.text, add_generation_prompt=asks, return_dict=False
         )
+        return cast("list[int]", found)
 
     for chat in conversations(kind):
         whole = ids(chat.messages, chat, False)
@@ -152,7 +161,7 @@ def test_prompts_are_trained_where_they_are_long_enough():
 def test_plain_prompts_and_completions():
     tokenizer = oracle("tulu")
     settings = ChatSettings("completion", (), None, "all", "none")
-    marks = DocumentMarks(tokenizer.eos_token_id)  # pyright: ignore
+    marks = marks_of(tokenizer)
     encoder = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, settings)
     [sample] = encoder([settings.render(Conversation(prompt="what is th", completion="e colour"))])
     whole = tokenizer("what is the colour", add_special_tokens=False)["input_ids"]
