@@ -30,7 +30,7 @@ before_loss, after_loss, before_backward, after_backward."""
 class StepResult:
     """losses: `total`, which was differentiated, the objective's terms, and losses that layers attached, of this rank's part of the
     batch; their means over the ranks are those over all labels. Detached, on the model's device. count: Objective.count of all
-    ranks."""
+    ranks, once of tensor-parallel ones."""
 
     losses: dict[str, Tensor]
     count: int
@@ -110,7 +110,8 @@ class Step:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
         attached = self.model.hybrid.losses
-        return StepResult(losses if attached is None else losses | attached.terms, labels)
+        copies = 1 if self.model.hybrid.ranks is None else self.model.hybrid.ranks.size
+        return StepResult(losses if attached is None else losses | attached.terms, labels // copies)
 
     def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
         """Give every microbatch the sums of Objective.step_sums."""

@@ -83,11 +83,14 @@ def plain(shards, tmp_path_factory) -> dict[str, Any]:
     return {"losses": losses, "counts": counts, "validation": validation}
 
 
+FURTHER = [(1, 8, {}), (1, 1, {}), (2, 4, {}), (2, 4, {"tensor": 2}), (2, 4, {"context": 2})]
+
+
 @pytest.mark.parametrize(
-    "size, microbatch", [(2, 1), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((1, 8), (1, 1), (2, 4)))]
+    "size, microbatch, parallel", [(2, 1, {}), *(pytest.param(*one, marks=pytest.mark.ci) for one in FURTHER)]
 )
-def test_steps_are_those_of_the_formula(ranks, shards, plain, tmp_path, size, microbatch):
-    changes = {"train.microbatch_size": microbatch}
+def test_steps_are_those_of_the_formula(ranks, shards, plain, tmp_path, size, microbatch, parallel):
+    changes = {"train.microbatch_size": microbatch, "train.parallel": parallel}
     run = ranks(size).run(train, config_of(shards, tmp_path / "run", **changes))[0]
     assert list(run.losses.values()) == pytest.approx(plain["losses"], rel=1e-5, abs=0)
     assert run.validation[STEPS] == pytest.approx(plain["validation"], rel=1e-5)

@@ -14,7 +14,7 @@ from llmtrain.schema.data import DataConfig
 
 def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[Problem]:
     """Streams of other records than the objective is of. None of folders that are not there yet."""
-    streams = {"train": data.train_streams(), "validation": data.validation_streams()}
+    streams, named = {"train": data.train_streams(), "validation": data.validation_streams()}, set[str]()
     for split, some in streams.items():
         for name, stream in some.items():
             if not Path(stream.local).expanduser().exists():
@@ -23,7 +23,9 @@ def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[P
             chat = (manifest or {}).get("inputs", {}).get("chat")
             if reason := objective.records_refusal(chat and chat["format"]):
                 path = "data.prepare" if data.prepare is not None else f"data.{split}.streams.{name}"
-                yield Problem(path, stream.local, reason)
+                if stream.local not in named or data.prepare is None:  # both splits of prepare's are one folder
+                    yield Problem(path, stream.local, reason)
+                named.add(stream.local)
 
 
 def require_records(data: DataConfig, objective: ObjectiveSection) -> None:
