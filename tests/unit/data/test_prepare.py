@@ -418,3 +418,10 @@ def test_waiting_for_another_process_is_reported(tmp_path, monkeypatch, caplog):
     waiting.join(10)
     assert not waiting.is_alive()
     assert f"another process prepares {tmp_path / 'out'}: waiting" in caplog.text
+
+
+def test_a_tokenizer_that_is_not_there_leaves_no_folder(corpus, settings, tmp_path):
+    absent = str(tmp_path / "absent" / "tokenizer.json")
+    with pytest.raises(TokenizerError, match="absent"):
+        prepare(settings(corpus, tokenizer=absent, vocab_size=None), progress=False)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
