@@ -11,6 +11,7 @@ from llmtrain.cli import parser
 from llmtrain.schema.load import load_config
 from scripts import draw_docs
 from scripts.generate_reference import anchor_of, outdated, reference
+from tests.support import contributing
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
@@ -149,3 +150,14 @@ def test_pictures_are_drawn_and_shown(tmp_path):
     drawn = {path.name for path in tmp_path.iterdir()}
     shown = {link for page in PAGES for link in re.findall(r"\(pictures/([\w.-]+)\)", page.read_text(encoding="utf-8"))}
     assert drawn == shown == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+
+
+@pytest.mark.parametrize("page", contributing.PAGES, ids=lambda page: page.stem)
+def test_edits_of_an_extending_page_fit_the_tree(page):
+    """Every old line of a diff stands once where the page names it; test_contributing.py runs what comes of it."""
+    example = contributing.parse(page.read_text(encoding="utf-8"))
+    texts: dict[str, str] = {}
+    for path, body in example.edits:
+        before = texts.get(path) or (contributing.ROOT / path).read_text(encoding="utf-8")
+        texts[path] = contributing.edited(before, body, path)
+    assert not [path for path, _ in example.files if (contributing.ROOT / path).exists()]
