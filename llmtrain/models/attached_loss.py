@@ -12,6 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.distributed_c10d import GroupName
+
+
+@dataclass(frozen=True)
+class TokenSharers:
+    """Ranks that share the tokens of a microbatch, each with as many of them (train.parallel.context, tensor).
+
+    size: their number. group: its name among torch.distributed's process groups. copies: those of them that compute one loss, whose
+    gradients are added up (tensor).
+    """
+
+    size: int
+    copies: int
+    group: GroupName
+
+    def total(self, summand: Tensor) -> Tensor:
+        """The sum over these ranks, without gradient."""
+        return collectives.all_reduce(summand.detach(), "sum", self.group)
 
 
 @dataclass(frozen=True)
@@ -20,28 +39,45 @@ class AttachedLosses:
     loss times its microbatch's weight; the mean over the ranks is the step's. counts: of each layer that pools with others, what
     its forward pass wrote; pooled: their sum as the backward pass begins, when all are there (see attach_pooled).
 
-    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss. Where a backward pass
-    begins behind that loss, at a stage of a pipeline, the weight is to be set before it.
+    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss, or where ranks share
+    its tokens their mean, for a loss of tokens that have no label too. Where a backward pass begins behind that loss, at a stage of
+    a pipeline, the weight is to be set before it.
     """
 
     weight: Tensor
     terms: dict[str, Tensor]
     counts: list[Tensor] = field(default_factory=list)
     pooled: Tensor | None = None
+    sharers: TokenSharers | None = None
 
     @classmethod
-    def named(cls, names: Iterable[str], device: torch.device, pooling: Sequence[int] = ()) -> AttachedLosses:
+    def named(
+        cls,
+        names: Iterable[str],
+        device: torch.device,
+        pooling: Sequence[int] = (),
+        sharers: TokenSharers | None = None,
+    ) -> AttachedLosses:
         """pooling: the width of each layer's counts, all the same."""
         with torch.inference_mode(False):
             counts = [torch.zeros(width, device=device) for width in pooling]
             pooled = torch.zeros_like(counts[0]) if counts else None
             terms = {name: torch.zeros((), device=device) for name in names}
-            return cls(torch.ones((), device=device), terms, counts, pooled)
+            return cls(torch.ones((), device=device), terms, counts, pooled, sharers)
 
     def reset(self) -> None:
         """Begin a step."""
         for term in self.terms.values():
             term.zero_()
+
+    def weighted(self) -> dict[str, Tensor]:
+        """The terms, whose mean over all ranks is the step's."""
+        copies = 1 if self.sharers is None else self.sharers.copies
+        return self.terms if copies == 1 else {name: term * copies for name, term in self.terms.items()}
+
+    def over_sharers(self, counts: Tensor) -> Tensor:
+        """What a layer counts in a microbatch, of all ranks that share it."""
+        return counts if self.sharers is None else self.sharers.total(counts)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself."""
@@ -81,10 +117,12 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None]:
-        losses = ctx.losses
+        losses, weight, sharers = ctx.losses, d_loss, ctx.losses.sharers
+        if sharers is not None:
+            weight = sharers.total(d_loss) / (sharers.size * sharers.copies)
         # Saved by the layers, which shall read what it is now.
         with torch.autograd._unsafe_preserve_version_counter(losses.weight):
-            losses.weight.copy_(d_loss)
+            losses.weight.copy_(weight)
         if losses.pooled is not None:
             with torch.autograd._unsafe_preserve_version_counter(losses.pooled):
                 losses.pooled.copy_(torch.stack(losses.counts).sum(0))

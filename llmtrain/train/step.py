@@ -111,7 +111,7 @@ class Step:
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
         attached = self.model.hybrid.losses
         copies = 1 if self.model.hybrid.ranks is None else self.model.hybrid.ranks.size
-        return StepResult(losses if attached is None else losses | attached.terms, labels // copies)
+        return StepResult(losses if attached is None else losses | attached.weighted(), labels // copies)
 
     def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
         """Give every microbatch the sums of Objective.step_sums."""
