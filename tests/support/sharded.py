@@ -11,7 +11,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.ranks.tensor_gradients import SharedGradients
 
 
 def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:
@@ -31,7 +31,7 @@ def build_causal_lm(config: Config, seed: int = 1) -> tuple[CausalLM, torch.opti
     tokens = torch.arange(64).reshape(2, 32)
     causal_lm.loss(tokens, tokens).loss.backward()
     if model.ranks is not None:
-        TensorGradients(model, model.ranks).add_up()
+        SharedGradients(model, model.ranks).add_up()
     optimizer.step()
     return causal_lm, optimizer
 

@@ -21,7 +21,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.batches import own_part
-from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.ranks.tensor_gradients import SharedGradients
 from tests.support.whole import whole_tensors
 
 VOCAB = 48
@@ -107,7 +107,7 @@ def _difference(case: Case) -> tuple[float, float, str]:
     dist.all_reduce(loss)
     norm = None
     if shared.ranks is not None:
-        divided = TensorGradients(shared, shared.ranks)
+        divided = SharedGradients(shared, shared.ranks)
         divided.add_up()
         norm = float(divided.clip(math.inf))
     gradients = whole_tensors(shared, lambda parameter: parameter.grad)
