@@ -55,8 +55,9 @@ def parallelize(
 
     The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor parallelism divides parameters, for
     which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters replace linear
-    layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay
-    outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
+    layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
+    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no break; memory comes
+    last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
     sharding = fsdp_mesh(mesh)

@@ -134,7 +134,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 Watchdog(folder, world),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
-                *layer_parts(model.hybrid, stability),
+                *layer_parts(model, stability),
                 stability,
                 *([training.average] if training.average is not None else []),
                 Throughput(training.cost),

@@ -15,18 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmtrain.models.causal_lm import CausalLM, Output
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM, Stream
+from llmtrain.models.layer_part import step_sums
 from llmtrain.plan.stages import stage_bounds
 
 
 @dataclass(frozen=True)
 class Stages:
     """rank: this rank's stage of `size`. group: one rank of each stage, in order, which pass activations on. holders: of every
-    parameter that several stages hold, by name, the process group of those; None where this rank's stage is none of them."""
+    parameter that several stages hold, by name, the process group of those; None where this rank's stage is none of them. ranks:
+    of this stage, where layers sum anything over a step (models/layer_part.py)."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
     holders: dict[str, dist.ProcessGroup | None]
+    ranks: dist.ProcessGroup | None = None
 
     def peer(self, stage: int) -> int:
         """Global rank of another stage of this pipeline."""
@@ -50,7 +53,9 @@ class StagedLM(CausalLM):
         whole, size = self.hybrid, mesh.size(0)
         bounds = stage_bounds(whole, seq_len or whole.config.max_seq_len, size)
         parts = [whole.stage(*bound) for bound in bounds]
-        self.stages = Stages(mesh.get_local_rank("stage"), size, mesh.get_group("stage"), _holders(parts, mesh))
+        rank = mesh.get_local_rank("stage")
+        ranks = _group_of(mesh.mesh.flatten(1).tolist()) if step_sums(whole) else None
+        self.stages = Stages(rank, size, mesh.get_group("stage"), _holders(parts, mesh), ranks)
         self.hybrid = parts[self.stages.rank]
 
     def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
@@ -105,14 +110,19 @@ def _holders(parts: list[HybridLM], mesh: DeviceMesh) -> dict[str, dist.ProcessG
         for name, _ in part.named_parameters():
             stages_of[name] = (*stages_of.get(name, ()), stage)
     pipelines = mesh.mesh.flatten(1).T.tolist()  # the ranks of each, in order
-    mine, groups = dist.get_rank(), dict[tuple[int, ...], dist.ProcessGroup | None]()
-    for some in sorted({some for some in stages_of.values() if len(some) > 1}):
-        found = None
-        for pipeline in pipelines:
-            ranks = [pipeline[stage] for stage in some]
-            group = dist.new_group(ranks)
-            if mine in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                found = group
-        groups[some] = found
+    groups = {
+        some: _group_of([[pipeline[stage] for stage in some] for pipeline in pipelines])
+        for some in sorted({some for some in stages_of.values() if len(some) > 1})
+    }
     return {name: groups[some] for name, some in stages_of.items() if len(some) > 1}
+
+
+def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """Makes process groups of these ranks, and returns the one that has this rank."""
+    found = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found = group
+    return found
