@@ -63,7 +63,7 @@ def read_curves(path: Path, wanted: Callable[[str], bool]) -> dict[str, Curve]:
 
 
 def losses(names: Collection[str]) -> tuple[str | None, str | None]:
-    """Of the metrics of a run, its loss of training and that over all validation streams."""
+    """Loss of training, and that over all validation streams, among the metrics of a run."""
     training, validation = (TRAINING_LOSS, "loss/train/total"), (VALIDATION_LOSS, "metrics/validation/preference_loss")
     first, second = ([name for name in some if name in names] for some in (training, validation))
     return first[0] if first else None, second[0] if second else None

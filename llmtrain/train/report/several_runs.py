@@ -86,7 +86,7 @@ def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Pat
 
 
 def _metrics(run: LoggedRun, metric: str | None) -> list[str]:
-    """Of a run, the metric, or its losses."""
+    """The metric if a run has it, or the losses that it has."""
     return [name for name in ([metric] if metric else losses(run.curves)) if name in run.curves]
 
 
