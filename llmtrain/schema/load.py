@@ -83,7 +83,7 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
             f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); {config.batch_remedy(groups)}",
         )
     else:
-        yield from microbatch_problems(config, groups)
+        yield from microbatch_problems(train, groups)
     size, ranks = train.sharding.shard_size, world_size // parallel.pipeline
     if size is not None and ranks % size:
         of = f"ranks ({world_size})" if parallel.pipeline == 1 else f"ranks of a stage ({ranks})"

@@ -1,19 +1,36 @@
 """Settings under which a model cannot be trained in stages (train.parallel.pipeline). No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from llmtrain.config.base import Problem
-
-if TYPE_CHECKING:
-    from llmtrain.schema.config import Config
+from llmtrain.models.config import ModelConfig
+from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.schema.adapt import AdaptConfig
+from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.training import EvalConfig, TrainConfig
 
 KEY = "train.parallel.pipeline"
 
 
-def pipeline_problems(config: Config) -> Iterator[Problem]:
+class _Config(Protocol):
+    """Sections of the whole config (config.py)."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def adapt(self) -> AdaptConfig | None: ...
+    @property
+    def objective(self) -> ObjectiveSection: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def eval(self) -> EvalConfig: ...
+
+
+def pipeline_problems(config: _Config) -> Iterator[Problem]:
     """Problems on any number of ranks."""
     train, stages = config.train, config.train.parallel.pipeline
     if stages == 1:
@@ -70,9 +87,9 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
             yield Problem(path, None, f"cannot be with {KEY}: {stages}: {text}")
 
 
-def microbatch_problems(config: Config, groups: int) -> Iterator[Problem]:
+def microbatch_problems(train: TrainConfig, groups: int) -> Iterator[Problem]:
     """Fewer microbatches than stages: some stage would wait all the time. groups: of ranks that read the same samples."""
-    train, stages = config.train, config.train.parallel.pipeline
+    stages = train.parallel.pipeline
     count = train.global_batch_size // (groups * train.least_microbatch)
     if stages > 1 and count < stages:
         text = (

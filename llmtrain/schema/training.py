@@ -123,7 +123,7 @@ class Parallel(Section):
 
     @property
     def of_stage(self) -> int:
-        """Of these, the ranks of one stage."""
+        """Ranks of one stage that read the same samples."""
         return self.context * self.tensor
 
     def describe(self) -> str:

@@ -14,8 +14,8 @@ from llmtrain.train.ranks.tensor_gradients import SharedGradients
 
 
 class StageGradients(SharedGradients):
-    """The same of this rank's stage. Of a shared block, and of an embedding that a tied head reads, each stage that holds it has
-    the gradient of its own uses; once they are summed, these copies stay alike, as their optimizers take the same steps."""
+    """SharedGradients of this rank's stage. Of a shared block, and of an embedding that a tied head reads, each stage that holds it
+    has the gradient of its own uses; once they are summed, these copies stay alike, as their optimizers take the same steps."""
 
     def __init__(self, model: StagedLM):
         super().__init__(model.hybrid, model.hybrid.ranks)

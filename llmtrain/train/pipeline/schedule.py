@@ -82,7 +82,7 @@ class _Passes:
         return self.parts[number]["n_labels"] / self.mean
 
     def forward(self, number: int, received: tuple[Tensor, ...]) -> Stream:
-        """What the next stage reads of a microbatch, or its weighted loss, [1]."""
+        """Result of a microbatch: the next stage's input, or the weighted loss, [1]."""
         step, model = self.step, self.step.model
         batch, weight = to_device(self.parts[number], model.device), self.weight(number)
         context = model.context(batch["input_ids"], batch.get("document_ids"), step.segments)
@@ -107,7 +107,7 @@ def _nothing(*_: Tensor) -> None:
 
 
 class _Module(nn.Module):
-    """What torch's stage calls. It holds no parameters: FSDP2 is driven by GradientSync, as without stages."""
+    """Module of torch's stage. It holds no parameters: FSDP2 is driven by GradientSync, as without stages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class StagedLM(CausalLM):
         self.hybrid = parts[self.stages.rank]
 
     def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
-        """In a schedule: what the next stage reads, or the last one's result. Else the last one's result."""
+        """Returns the last stage's result; in a schedule this stage's, which the next one reads."""
         if self.scheduled:
             return self._pass(inputs, context, output)
         assert not torch.is_grad_enabled(), "gradients come by a schedule"
@@ -92,7 +92,7 @@ class StagedLM(CausalLM):
         return tensors[0] if count == 1 else tensors  # type: ignore[return-value]
 
     def _shared(self, result: Output) -> Output:
-        """What the last stage computed, with its tensors on this rank's device."""
+        """Result of the last stage, with its tensors on this rank's device."""
         stages, file = self.stages, io.BytesIO()
         if self.hybrid.ends:
             torch.save(result, file)
