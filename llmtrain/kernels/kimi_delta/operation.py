@@ -19,7 +19,7 @@ class KimiDelta(GatedDelta):
         self, spec: KimiDeltaSpec, batch: int, seq_len: int, device: str = "cpu", seed: int = 0, most: float = 1.0,
         state: bool = False,
     ) -> tuple[list[Any], Tensor]:  # fmt: skip
-        """As the gated delta rule's, with the logarithm of the decay of each channel, [batch, T, heads, key channels]."""
+        """Inputs of the gated delta rule, with the logarithm of the decay of each channel, [batch, T, heads, key channels]."""
         (q, k, v, _, *rest), dy = super().inputs(spec, batch, seq_len, device, seed, most, state)
         decay = -F.softplus(Draw(device, spec.dtype, seed + 1).wide(*v.shape[:3], spec.key_head_dim) - 2)
         return [q, k, v, decay, *rest], dy

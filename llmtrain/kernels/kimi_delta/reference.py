@@ -28,7 +28,7 @@ class ReferenceKimiDelta(ReferenceGatedDelta):
         return log_decay
 
     def products(self, q: Tensor, k: Tensor, log_decay: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As the gated delta rule's; log_decay: [..., size, channels]."""
+        """Products of the gated delta rule; log_decay: [..., size, channels]."""
         rows, k = torch.stack([q.expand_as(log_decay), k.expand_as(log_decay)]), k.expand_as(log_decay)
         found = (rows * k).sum(-1)[..., None, None]  # of each token with itself, [2, ..., size, 1, 1]
         while (half := found.shape[-1]) < k.shape[-2]:
