@@ -40,8 +40,7 @@ class AttachedLosses:
     its forward pass wrote; pooled: their sum as the backward pass begins, when all are there (see attach_pooled).
 
     `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss, or where ranks share
-    its tokens their mean, for a loss of tokens that have no label too. Where a backward pass begins behind that loss, at a stage of
-    a pipeline, the weight is to be set before it.
+    its tokens their mean, for a loss of tokens that have no label too.
     """
 
     weight: Tensor
@@ -70,18 +69,14 @@ class AttachedLosses:
         for term in self.terms.values():
             term.zero_()
 
-    def weighted(self) -> dict[str, Tensor]:
-        """The terms, whose mean over all ranks is the step's."""
-        copies = 1 if self.sharers is None else self.sharers.copies
-        return self.terms if copies == 1 else {name: term * copies for name, term in self.terms.items()}
-
     def over_sharers(self, counts: Tensor) -> Tensor:
         """What a layer counts in a microbatch, of all ranks that share it."""
         return counts if self.sharers is None else self.sharers.total(counts)
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself."""
-        return _Weigh.apply(loss, self)
+    def weigh(self, loss: Tensor, weight: float | None = None) -> Tensor:
+        """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself. weight: of the
+        microbatch, in a stage of a pipeline where the backward pass begins at other tensors than the loss, of which this is one."""
+        return _Weigh.apply(loss, self, weight)
 
 
 def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: str) -> Tensor:
@@ -111,22 +106,23 @@ def add_in_backward(x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, losses: AttachedLosses) -> Tensor:
-        ctx.losses = losses
+    def forward(ctx: Any, loss: Tensor, losses: AttachedLosses, weight: float | None) -> Tensor:
+        ctx.losses, ctx.weight = losses, weight
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None]:
-        losses, weight, sharers = ctx.losses, d_loss, ctx.losses.sharers
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
+        losses, sharers = ctx.losses, ctx.losses.sharers
+        weight = d_loss if ctx.weight is None else torch.full_like(losses.weight, ctx.weight)
         if sharers is not None:
-            weight = sharers.total(d_loss) / (sharers.size * sharers.copies)
+            weight = sharers.total(weight) / (sharers.size * sharers.copies)
         # Saved by the layers, which shall read what it is now.
         with torch.autograd._unsafe_preserve_version_counter(losses.weight):
             losses.weight.copy_(weight)
         if losses.pooled is not None:
             with torch.autograd._unsafe_preserve_version_counter(losses.pooled):
                 losses.pooled.copy_(torch.stack(losses.counts).sum(0))
-        return d_loss, None
+        return d_loss, None, None
 
 
 class _AttachLoss(torch.autograd.Function):

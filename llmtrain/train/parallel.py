@@ -1,10 +1,11 @@
-"""Tensor and expert parallelism -> converters (float8, adapters) -> context parallelism -> activation checkpointing -> compile ->
-FSDP2 -> memory, in that order, in one function.
+"""Stages of a pipeline -> tensor and expert parallelism -> converters (float8, adapters) -> context parallelism -> activation
+checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast
@@ -36,25 +37,36 @@ from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
+from llmtrain.train.pipeline.stages import StagedLM
 from llmtrain.train.ranks.async_tensor import overlap_products
 from llmtrain.train.ranks.host_inputs import HostInputs
 
 
 def parallelize(
-    model: CausalLM, config: TrainConfig, world: World, device: torch.device, adapt: AdaptConfig | None = None
+    model: CausalLM,
+    config: TrainConfig,
+    world: World,
+    device: torch.device,
+    adapt: AdaptConfig | None = None,
+    seq_len: int | None = None,
 ) -> ContextParallelRanks | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set. adapt: of the config.
+    seq_len: as StagedLM.begin's.
 
-    Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
+    Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them. `model.hybrid` is
+    then this rank's stage.
 
-    The order matters. Tensor and expert parallelism divide parameters, for which float8 and context parallelism choose kernels,
-    whose operators checkpointing has to know. Converters replace linear layers, so nothing may hold one yet. Checkpointing wraps a
-    layer, so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then
-    stay outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
+    The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor and expert parallelism divide
+    parameters, for which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters
+    replace linear layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the
+    recomputation; compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
+    break; memory comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
     sharding, of_experts = fsdp_mesh(mesh), expert_mesh(mesh, config.parallel.expert)
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
+    if isinstance(model, StagedLM):
+        model.begin(mesh, seq_len)
     if ranks is not None:
         model.hybrid.split(ranks)
         ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
@@ -174,13 +186,14 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
 
 
 def device_mesh(config: TrainConfig, world: World, device: torch.device) -> DeviceMesh:
-    """All ranks, over the dimensions (replicate, shard, context, tensor), consecutive ranks in the last one; replicate is there
-    for hybrid sharding alone, context and tensor where they are more than 1. Raises UserError where a size does not divide another.
-    """
-    sharding, context, tensor = config.sharding, config.parallel.context, config.parallel.tensor
-    size = sharding.shard_size or world.local_size if sharding.strategy == "hybrid" else world.size
-    if world.size % size:
-        raise UserError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
+    """All ranks, over the dimensions (stage, replicate, shard, context, tensor), consecutive ranks in the last one; replicate is
+    there for hybrid sharding alone, stage, context and tensor where they are more than 1. Raises UserError where a size does not
+    divide another."""
+    sharding, context, tensor, stages = config.sharding, config.parallel.context, config.parallel.tensor, world.pipeline
+    of_stage = world.size // stages
+    size = min(sharding.shard_size or world.local_size, of_stage) if sharding.strategy == "hybrid" else of_stage
+    if of_stage % size:
+        raise UserError(f"train.sharding.shard_size = {size} does not divide the {of_stage} ranks")
     shared = context * tensor
     if size % shared:
         raise UserError(
@@ -189,10 +202,11 @@ def device_mesh(config: TrainConfig, world: World, device: torch.device) -> Devi
         )
     if size % (expert := config.parallel.expert):
         raise UserError(f"train.parallel.expert = {expert} does not divide the {size} ranks that share one model")
-    dimensions = {"replicate": world.size // size, "shard": size // shared, "context": context, "tensor": tensor}
+    dimensions = {"stage": stages, "replicate": of_stage // size}
+    dimensions |= {"shard": size // shared, "context": context, "tensor": tensor}
     if sharding.strategy != "hybrid":
         del dimensions["replicate"]
-    for name in ("context", "tensor"):
+    for name in ("stage", "context", "tensor"):
         if dimensions[name] == 1:
             del dimensions[name]
     return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
@@ -221,16 +235,20 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if context := sizes.pop("context", None):
         sizes["shard"] *= context
         mesh = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh if "tensor" not in sizes else mesh[tuple(name for name in sizes if name != "tensor")]
+    names = tuple(name for name in sizes if name not in ("stage", "tensor"))
+    return mesh if len(names) == len(sizes) else mesh[names]
 
 
 def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
-    """All ranks, over (shard, expert) or (replicate, shard, expert), where `size` consecutive ones divide the experts between them:
-    they are shards, segments and tensor-parallel ranks, which have tokens of their own between layers. None for a size of 1."""
+    """All ranks, over (stage, replicate, shard, expert), the first two if the mesh has them, where `size` consecutive ones divide
+    the experts between them: they are shards, segments and tensor-parallel ranks, which have tokens of their own between layers.
+    None for a size of 1."""
     if size == 1:
         return None
-    replicas = {"replicate": mesh.shape[0]} if "replicate" in (mesh.mesh_dim_names or ()) else {}
-    dimensions = replicas | {"shard": mesh.size() // replicas.get("replicate", 1) // size, "expert": size}
+    outside = {
+        name: n for name, n in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if name in ("stage", "replicate")
+    }
+    dimensions = outside | {"shard": mesh.size() // math.prod(outside.values()) // size, "expert": size}
     return init_device_mesh(mesh.device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
 
@@ -276,7 +294,7 @@ def shard(
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": ignored}
     if of_experts is not None:
-        among = of_experts[tuple(name for name in of_experts.mesh_dim_names or () if name != "expert")]
+        among = of_experts[tuple(name for name in of_experts.mesh_dim_names or () if name not in ("stage", "expert"))]
         whole = config.sharding.strategy == "grad_op" or among.size(-1) == 1
         for _, part in parts_of(model.hybrid):
             for module in part.split_modules():

@@ -114,6 +114,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor and experts": (2, {"train.parallel": {"tensor": 2, "expert": 2}}),
     "shards and experts": (4, {"train.parallel": {"expert": 2}}),
     "context, tensor and experts": (4, {"train.parallel": {"context": 2, "tensor": 2, "expert": 4}}),
+    "stages and experts": (4, {"train.parallel": {"pipeline": 2, "expert": 2}}),
     "replicas": (4, {"train.parallel": {"expert": 2}, "train.sharding": HYBRID}),
 }
 
