@@ -145,7 +145,7 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     where no such cell is measured, of ours beside at least one public backend. The same on every rank that has the same tables.
     """
     by_parts = spec.lower_right and not replace(spec, softcap=None).only_causal  # which no cell is like
-    if by_parts or platform.vendor == "cpu":
+    if by_parts or spec.value_dim is not None or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
     width = (_BYTES[asked.dtype], asked.head_dim)
