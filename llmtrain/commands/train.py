@@ -82,7 +82,14 @@ def _run_train(args: argparse.Namespace) -> int:
             processes = chosen_processes(args.nproc)
             if processes > 1 or args.max_restarts:
                 return _launched(args, load, processes, lock)
-        return run_rank(load, args.file, args.overrides, args.fresh, lock)
+        return run_rank(load, args.file, args.overrides, args.fresh, lock, _preflight if joins else None)
+
+
+def _preflight(config: Config) -> None:
+    if config.train.preflight == "on":
+        from llmtrain.doctor.cluster import before_run
+
+        before_run(config)
 
 
 def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:

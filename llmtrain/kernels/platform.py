@@ -114,6 +114,14 @@ def detect(device: torch.device | str | None = None) -> Platform:
     return Platform(vendor, arch, properties.name, properties.total_memory, properties.multi_processor_count)
 
 
+def pci_address(device: int) -> str:
+    """Address of a GPU of this process on the PCI bus, in hexadecimal: `0:18:0`."""
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:x}:{found.pci_bus_id:x}:{found.pci_device_id:x}"
+
+
 def build_vendor() -> Vendor:
     """The vendor for whose GPUs the installed PyTorch was built; no GPU is touched."""
     import torch

@@ -198,6 +198,8 @@ class TrainConfig(Section):
     gains is the time in which its GPU waits for the host. auto: on one NVIDIA GPU, where nothing speaks against it (a line of the
     run says what does), and on several where that is more than they lose. on: end the run where it cannot be."""
     environment: Environment = free(Environment())
+    preflight: Literal["on", "off"] = free("off")
+    """on: before a run of several nodes, examine them as `llmtrain doctor --cluster` does, and end where something is wrong."""
     sharding: Sharding = free(Sharding())
     parallel: Parallel = free(Parallel())
     deterministic: bool = free(False)

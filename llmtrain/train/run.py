@@ -42,13 +42,13 @@ from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run, tokenizer_files
 from llmtrain.train.trainer import StepTrainer
-from llmtrain.train.validation import Validation, final_metric, icl_callbacks
+from llmtrain.train.validation import Validation, final_metrics, icl_callbacks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of training. validation_loss: nats per token; None without validation data, as is bits_per_byte.
-    stream_losses: the same for each validation stream, where there are several.
+    """The result of training. validation: means of the objective's metrics; those of STREAM, where there are several, begin with
+    `STREAM/`. Empty without validation data.
     uploads: still in the background; call its `finish` last."""
 
     folder: Path
@@ -57,9 +57,7 @@ class Outcome:
     model: CausalLM
     schedule: Schedule
     steps_per_epoch: int
-    validation_loss: float | None
-    bits_per_byte: float | None
-    stream_losses: dict[str, float]
+    validation: dict[str, float]
     uploads: Uploads
 
 
@@ -169,7 +167,6 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             trainer.fit()
         elif trainer.state.evaluators:
             trainer.eval()  # complete already: report its validation loss
-    losses = {name: final_metric(trainer.state, f"{name}/cross_entropy") for name in validation.streams}
     return Outcome(
         folder,
         trainer.state.timestamp.batch.value,
@@ -177,9 +174,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         model,
         schedule,
         len(loader),
-        validation_loss=final_metric(trainer.state, "cross_entropy"),
-        bits_per_byte=final_metric(trainer.state, "bits_per_byte"),
-        stream_losses={name: loss for name, loss in losses.items() if loss is not None},
+        final_metrics(trainer.state),
         uploads=checkpoints.uploads,
     )
 

@@ -48,11 +48,11 @@ class Validation:
         return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=self.size)]
 
 
-def final_metric(state: State, name: str) -> float | None:
-    """A metric of the last validation; None where there was none, or it is not finite."""
-    metric = state.eval_metrics.get("validation", {}).get(name)
-    value = float(metric.compute()) if metric is not None and metric.update_called else math.nan
-    return value if math.isfinite(value) else None
+def final_metrics(state: State) -> dict[str, float]:
+    """Metrics of the last validation that are finite."""
+    metrics = state.eval_metrics.get("validation", {})
+    values = {name: float(metric.compute()) for name, metric in metrics.items() if metric.update_called}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], int]) -> list[Callback]:

@@ -46,12 +46,17 @@ _SECONDS_FOR_THE_REPORTING_RANK = 30.0
 
 
 def run_rank(
-    load: Callable[[int], Config], file: str, overrides: Sequence[str], fresh: bool, lock: RunLock | None = None
+    load: Callable[[int], Config],
+    file: str,
+    overrides: Sequence[str],
+    fresh: bool,
+    lock: RunLock | None = None,
+    preflight: Callable[[Config], None] | None = None,
 ) -> int:
     """Prepare the data, train, and report the result (rank 0). Returns the exit status, or ends a rank of several.
 
     load: reads and checks the config for so many ranks. file, overrides: as the user gave them, for the report.
-    lock: of the run's folder, if this process holds it already.
+    lock: of the run's folder, if this process holds it already. preflight: called before the ranks meet; raises what is wrong.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a fault in C code (SIGSEGV, SIGBUS) would end the process without a word
@@ -66,6 +71,8 @@ def run_rank(
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
         for line in environment:
             run_log.info(line)
+        if preflight is not None:
+            preflight(config)
         lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
         with start_phase("preparation of data, checks and downloads"):

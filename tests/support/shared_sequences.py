@@ -222,8 +222,16 @@ def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
             "d_conv": rng.randint(1, 5),
             "negative_eigenvalues": rng.choice([True, False]),
         },
+        "k": {
+            "type": "kimi_delta",
+            "n_heads": heads(6),
+            "key_head_dim": 4,
+            "value_head_dim": 6,
+            "d_conv": rng.randint(1, 5),
+            "lower_bound": rng.choice([None, -5.0]),
+        },
     }
-    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p", "g a", "g s+g", "m g w"]
+    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p", "g a", "g s+g", "m g w", "k a", "k w"]
     chosen = rng.choice(layers)
     return {
         "blocks": {name: block for name, block in blocks.items() if name in chosen},
