@@ -87,8 +87,8 @@ class CausalLM(nn.Module):
         tokens = self.loss_function.config.chunk_tokens
         return label_likelihoods(hidden, head, labels, self.config.logit_softcap, tokens, self.hybrid.ranks)
 
-    def empty_cache(self, batch: int, capacity: int) -> Cache:
-        return Cache(self.hybrid, batch, capacity)
+    def empty_cache(self, batch: int, capacity: int, longest: int | None = None) -> Cache:
+        return Cache(self.hybrid, batch, capacity, longest)
 
     def replays(self) -> bool:
         """True if a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""

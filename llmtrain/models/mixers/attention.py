@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import registry
@@ -237,18 +236,13 @@ class Attention(Mixer):
 class AttentionCache(MixerCache):
     """Keys and values of one attention layer, or of one use of a shared one: [batch, n_kv_heads, capacity, head_dim]."""
 
+    slot_dims = {"k": 2, "v": 2}
+
     mixer: Attention
     k: Tensor
     v: Tensor
     step: Any
     masked: MaskedAttention
-
-    def rows(self, rows: slice) -> AttentionCache:
-        return replace(self, k=self.k[rows], v=self.v[rows])
-
-    def take(self, rows: Tensor, capacity: int) -> AttentionCache:
-        k, v = (F.pad(t[rows], (0, 0, 0, capacity - t.shape[2])) for t in (self.k, self.v))
-        return replace(self, k=k, v=v)
 
     def context(self, span: Span) -> AttentionContext:
         rotary = self.mixer.tables_at(span.memoize, span.positions)
