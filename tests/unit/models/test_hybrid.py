@@ -31,6 +31,14 @@ BLOCKS = {
         "value_head_dim": 6,
         "mlp": MLP,
     },
+    "kda": {
+        "type": "kimi_delta",
+        "n_heads": 4,
+        "key_head_dim": 8,
+        "value_head_dim": 6,
+        "lower_bound": -5.0,
+        "mlp": MLP,
+    },
 }
 SHARED = {
     "type": "shared_attention",
