@@ -70,7 +70,7 @@ class AttachedLosses:
             term.zero_()
 
     def over_sharers(self, counts: Tensor) -> Tensor:
-        """What a layer counts in a microbatch, of all ranks that share it."""
+        """Counts of a layer in a microbatch, of all ranks that share it."""
         return counts if self.sharers is None else self.sharers.total(counts)
 
     def weigh(self, loss: Tensor, weight: float | None = None) -> Tensor:
