@@ -1,6 +1,7 @@
 """Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, in that order (as in transformers)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,3 +78,45 @@ def sample_inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     target = (uniform * cumulative[:, -1])[:, None]
     # right=True: a token of probability zero is never where the sum passes the target.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probability.shape[-1] - 1)
+
+
+class Draws:
+    """State of the sampling of one request. Its draws depend on its seed and number alone, and are those of
+    a Sampler. draws: the most tokens that it takes."""
+
+    def __init__(self, options: Sampling, prompt: Sequence[int], number: int, *, vocab_size: int, draws: int):
+        self.options, self.taken = options, 0
+        self.seen: Tensor | None = None
+        if options.repetition_penalty != 1:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[torch.tensor(prompt)] = True
+        if options.temperature > 0:
+            generator = torch.Generator().manual_seed(options.seed * 2**20 + number)
+            self.uniform = torch.rand(draws, generator=generator, dtype=torch.float64)
+
+    def record(self, token: int) -> None:
+        """Count a token as drawn."""
+        self.taken += 1
+        if self.seen is not None:
+            self.seen[token] = True
+
+
+def sample(logits: Tensor, rows: Sequence[Draws]) -> Tensor:
+    """Draw a token for each row of logits [batch, vocab_size] in fp32 by its own settings -> [batch]. `record` counts them as
+    drawn."""
+    groups: dict[Sampling, list[int]] = {}
+    for at, row in enumerate(rows):
+        groups.setdefault(replace(row.options, seed=0), []).append(at)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for options, places in groups.items():
+        index = torch.tensor(places, device=logits.device)
+        of_group = logits[index] if len(groups) > 1 else logits
+        if options.repetition_penalty != 1:
+            seen = torch.stack([seen for at in places if (seen := rows[at].seen) is not None]).to(logits.device)
+            of_group = apply_repetition_penalty(of_group, seen, options.repetition_penalty)
+        if options.temperature == 0:
+            tokens[index] = of_group.argmax(dim=-1)
+        else:
+            uniform = torch.stack([rows[at].uniform[rows[at].taken] for at in places]).to(logits.device)
+            tokens[index] = sample_inverse_cdf(probabilities(of_group, options), uniform)
+    return tokens

@@ -28,13 +28,17 @@ class LayerCache:
     """
 
     mixer: MixerCache
-    shared: MixerCache | None
+    shared: MixerCache | None = None
+
+    @property
+    def parts(self) -> list[MixerCache]:
+        return [self.mixer] if self.shared is None else [self.mixer, self.shared]
 
     def rows(self, rows: slice) -> LayerCache:
-        return LayerCache(self.mixer.rows(rows), self.shared and self.shared.rows(rows))
+        return LayerCache(*(part.rows(rows) for part in self.parts))
 
     def take(self, rows: Tensor, capacity: int) -> LayerCache:
-        return LayerCache(self.mixer.take(rows, capacity), self.shared and self.shared.take(rows, capacity))
+        return LayerCache(*(part.take(rows, capacity) for part in self.parts))
 
     def context(self, span: Span) -> BlockContext:
         mixer, shared = self.mixer.context(span), self.shared and self.shared.context(span)
@@ -42,23 +46,26 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        return self.mixer.nbytes + (self.shared.nbytes if self.shared else 0)
+        return sum(part.nbytes for part in self.parts)
 
 
 class Cache:
     """The memory of every layer for `batch` rows of up to `capacity` tokens, padding included.
 
-    Raises UserError when the model's learned positions end before that.
+    longest: tokens of a row, where there is room for more padding than for these; default: capacity. Raises UserError when the
+    model's learned positions end before that.
     """
 
-    def __init__(self, model: HybridLM, batch: int, capacity: int):
-        if model.positions is not None and capacity > model.config.max_seq_len:
+    def __init__(self, model: HybridLM, batch: int, capacity: int, longest: int | None = None):
+        longest = longest or capacity
+        if model.positions is not None and longest > model.config.max_seq_len:
             raise UserError(
-                f"{capacity} tokens asked for, but the model has learned positions for model.max_seq_len = "
+                f"{longest} tokens asked for, but the model has learned positions for model.max_seq_len = "
                 f"{model.config.max_seq_len}; shorten the prompt or ask for fewer new tokens"
             )
         device = model.embed.weight.device
-        self.capacity, self.length, self.learned = capacity, 0, model.positions is not None
+        self.capacity, self.length = capacity, 0
+        self.learned = model.config.max_seq_len if model.positions is not None else None
         self.next = torch.zeros(1, dtype=torch.int64, device=device)
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
 
@@ -91,6 +98,32 @@ class Cache:
         copied.layers = [layer.take(rows, capacity) for layer in self.layers]
         return copied
 
+    def tensors(self) -> list[tuple[Tensor, int | None]]:
+        """Tensors of all layers, each with the dimension of its slots, None for a state."""
+        return [found for layer in self.layers for part in layer.parts for found in part.tensors()]
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        self.length = 0
+        self.next.zero_()
+        self.first.zero_()
+        for tensor, dim in self.tensors():
+            if dim is None:  # slots are overwritten before they are seen
+                tensor.zero_()
+
+    def copy_row(self, row: int, source: Cache, source_row: int, slots: slice, source_slots: slice) -> None:
+        """Overwrite a row by one of another cache of this model, or of this cache: its states, and its entries of these slots."""
+        for (to, dim), (of, _) in zip(self.tensors(), source.tensors(), strict=True):
+            to, of = to[row], of[source_row]
+            to.copy_(of) if dim is None else _cut(to, dim - 1, slots).copy_(_cut(of, dim - 1, source_slots))
+
+    def move(self, rows: slice, slots: slice, by: int) -> None:
+        """Move some rows' entries of these slots by a number of slots. The caller sets `first`, `next` and `length`."""
+        to = slice(slots.start + by, slots.stop + by)
+        for tensor, dim in self.tensors():
+            if dim is not None:
+                _cut(tensor[rows], dim, to).copy_(_cut(tensor[rows], dim, slots).clone())  # they overlap
+
     def read(self, seq_len: int, padding: Tensor | None = None) -> Context:
         """The context of a forward pass that reads the next seq_len tokens on from this cache, into it; they count as read.
 
@@ -105,10 +138,14 @@ class Cache:
         slots = self.next + torch.arange(seq_len, device=self.next.device)
         span = Span(slots, self.first, self.length, padding is not None)
         self.advance(seq_len)
-        positions = span.positions.clamp(min=0) if self.learned else None
+        positions = None if self.learned is None else span.positions.clamp(0, self.learned - 1)
         return Context([layer.context(span) for layer in self.layers], positions)
 
     def advance(self, tokens: int) -> None:
         """Every row has read this many tokens."""
         self.next += tokens
         self.length += tokens
+
+
+def _cut(tensor: Tensor, dim: int, slots: slice) -> Tensor:
+    return tensor.narrow(dim, slots.start, slots.stop - slots.start)

@@ -42,9 +42,13 @@ class CausalLM(nn.Module):
         self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
 
     def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
-        """inputs: token ids [batch, T], or what the last stage of a model reads. output: (hidden states of all tokens, the head's
-        weight [vocab_size, d_model] or this rank's part) -> what to return."""
-        hidden, ranks = self.hybrid(inputs, context), self.hybrid.ranks
+        """inputs: token ids [batch, T]. output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this
+        rank's part) -> what to return."""
+        return self.compute(self.hybrid(inputs, context), output)
+
+    def compute(self, hidden: Tensor, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """`output` of the last layer's hidden states, of this rank's tokens. Within `forward` alone."""
+        ranks = self.hybrid.ranks
         hidden = hidden if ranks is None else ranks.enter(hidden)
         head = self.hybrid.head
         return output(hidden, self.hybrid.head_weight) if head is None else head(hidden, output)
@@ -87,8 +91,8 @@ class CausalLM(nn.Module):
         tokens = self.loss_function.config.chunk_tokens
         return label_likelihoods(hidden, head, labels, self.config.logit_softcap, tokens, self.hybrid.ranks)
 
-    def empty_cache(self, batch: int, capacity: int) -> Cache:
-        return Cache(self.hybrid, batch, capacity)
+    def empty_cache(self, batch: int, capacity: int, longest: int | None = None) -> Cache:
+        return Cache(self.hybrid, batch, capacity, longest)
 
     def replays(self) -> bool:
         """True if a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""

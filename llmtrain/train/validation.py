@@ -20,7 +20,7 @@ class Validation:
 
     def __init__(self, training: Training, world: World):
         config = training.config
-        self.training = training
+        self.training, self.counts = training, world.is_first_reader
         self.size = config.eval.microbatch_size or config.train.least_microbatch
         self.loader: ValidationLoader | None = build_validation_loader(
             config.data,
@@ -28,6 +28,7 @@ class Validation:
             max_samples=config.eval.max_samples,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            stages=world.pipeline,
             trained_only=config.objective.trained_only,
         )
         self.streams: dict[str, range] = {}
@@ -44,15 +45,15 @@ class Validation:
         if self.loader is None:
             return []
         of, ranks = self.training, self.training.model.hybrid.ranks
-        spec = data_spec(self.loader, of.objective, of.segments, ranks)
+        spec = data_spec(self.loader, of.objective, of.segments, ranks, self.counts)
         return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=self.size)]
 
 
-def final_metric(state: State, name: str) -> float | None:
-    """A metric of the last validation; None where there was none, or it is not finite."""
-    metric = state.eval_metrics.get("validation", {}).get(name)
-    value = float(metric.compute()) if metric is not None and metric.update_called else math.nan
-    return value if math.isfinite(value) else None
+def final_metrics(state: State) -> dict[str, float]:
+    """Metrics of the last validation that are finite."""
+    metrics = state.eval_metrics.get("validation", {})
+    values = {name: float(metric.compute()) for name, metric in metrics.items() if metric.update_called}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def icl_callbacks(training: Training, world: World, steps: Callable[[Duration], int]) -> list[Callback]:

@@ -9,54 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 
-from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.hybrid import HybridLM
 from llmtrain.objectives.base import compute_loss, without_gradient
 from llmtrain.objectives.preference import REFERENCE, UNDESIRABLE, Preference
 from llmtrain.objectives.sections import PreferenceSection
 from llmtrain.train.batches import microbatches
 from tests.support import hf
 from tests.support.preferences import rows
+from tests.support.trl import EOS, STEPS, TOLERANCE, in_order, of_peer, peer_of, settings, text, tokenizer
 
 pytestmark = pytest.mark.ci
-STEPS, BATCH, EOS, TOLERANCE = 20, 4, 1, 1e-5
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-ZAMBA2 = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
-    "mamba_d_state": 4,
-    "mamba_expand": 2,
-    "n_mamba_heads": 2,
-    "mamba_ngroups": 1,
-    "chunk_size": 8,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_mem_blocks": 1,
-    "use_mem_rope": True,
-}
-NEMOTRON_H = {
-    "hidden_size": 16,
-    "layers_block_type": ["mamba", "attention", "mamba"],
-    "mamba_num_heads": 2,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 4,
-    "n_groups": 1,
-    "chunk_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+BATCH = 4
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "hinge": {},
@@ -79,25 +43,6 @@ HYBRIDS = [(name, family) for family in ("zamba2", "nemotron_h") for name in ("s
 CASES = [(name, "llama") for name in LOSSES] + HYBRIDS
 
 
-def peer_of(family: str) -> Any:
-    import transformers
-
-    config, model, settings = {
-        "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
-        "zamba2": ("Zamba2Config", "Zamba2ForCausalLM", ZAMBA2),
-        "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),
-    }[family]
-    more = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS, "max_position_embeddings": 128}
-    torch.manual_seed(3)
-    made = getattr(transformers, config)(vocab_size=hf.VOCAB, **settings, **more)
-    peer = getattr(transformers, model)._from_config(made, attn_implementation="eager").float()
-    with torch.no_grad():
-        for name, parameter in peer.named_parameters():
-            if not name.endswith(("A_log", "dt_bias", "D")):
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return peer
-
-
 def records(seed: int) -> list[dict[str, Any]]:
     """Token ids of prompts and answers without their ends."""
     rng = random.Random(seed)
@@ -110,46 +55,13 @@ def records(seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def text(ids: list[int]) -> str:
-    return "".join(chr(0x4E00 + one) for one in ids)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {"<pad>": 0, "<eos>": EOS, "<unk>": 2} | {text([one]): one for one in range(3, hf.VOCAB)}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
 def theirs(name: str, family: str, data: list[dict[str, Any]], folder: Any) -> tuple[Any, list[float], Any]:
     """(weights before, losses of all steps, logs)."""
     from datasets import Dataset
 
     peer = peer_of(family)
-    plain = hf.ours_in_memory(peer)
-    before = HybridLM(plain.config, platform=platform.cpu(), documents=True)
-    before.load_state_dict(plain.state_dict())
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": BATCH,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "beta": LOSSES[name].get("beta", 0.1),
-        "disable_tqdm": True,
-        "max_length": 64,
-    }
+    before = of_peer(peer)
+    given = settings(folder, BATCH) | {"beta": LOSSES[name].get("beta", 0.1)}
     if name == "kto":
         from trl import KTOConfig as Config
         from trl import KTOTrainer as Trainer
@@ -167,24 +79,18 @@ def theirs(name: str, family: str, data: list[dict[str, Any]], folder: Any) -> t
             from trl.experimental.cpo import CPOConfig as Config
             from trl.experimental.cpo import CPOTrainer as Trainer
 
-            settings |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5}
+            given |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5}
         else:
             from trl import DPOConfig as Config
             from trl import DPOTrainer as Trainer
 
-            settings["label_smoothing"] = LOSSES[name].get("label_smoothing", 0.0)
+            given["label_smoothing"] = LOSSES[name].get("label_smoothing", 0.0)
             several = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
-            settings |= several if name == "weighted" else {"loss_type": [name]}
-    args = Config(**settings)
-
-    class InOrder(Trainer):  # pyright: ignore[reportGeneralTypeIssues]
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
+            given |= several if name == "weighted" else {"loss_type": [name]}
     # It would load the reference by the model's name.
     more = {} if name in ("orpo", "simpo") else {"ref_model": copy.deepcopy(peer)}
-    trainer = InOrder(
-        model=peer, args=args, train_dataset=Dataset.from_list(made), processing_class=tokenizer(), **more
+    trainer = in_order(Trainer)(
+        model=peer, args=Config(**given), train_dataset=Dataset.from_list(made), processing_class=tokenizer(), **more
     )
     trainer.train()
     logs = [one for one in trainer.state.log_history if "loss" in one]
@@ -240,7 +146,7 @@ def reference(model: CausalLM, objective: Preference, batch: dict[str, Tensor]) 
 def test_losses_of_twenty_steps_are_those_of_trl(name: str, family: str, tmp_path: Any):
     data = records(hf.SEED)
     before, expected, logs = theirs(name, family, data, tmp_path)
-    found, terms = ours(name, CausalLM(before), data)
+    found, terms = ours(name, before, data)
     apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     assert len(set(expected)) > 10  # it trains
     assert apart <= TOLERANCE, (apart, found[:3], expected[:3])

@@ -4,12 +4,14 @@ What must be known without importing torch (backends to check, the line in `desc
 block's section in the config instead: models/sections/block.py.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
@@ -23,24 +25,53 @@ from llmtrain.models.segments import ContextParallelRanks
 
 
 class MixerCache(ABC):
-    """State of one mixer after the tokens that a batch of rows has read."""
+    """State of one mixer after the tokens that a batch of rows has read: a dataclass, whose tensors begin with the row.
 
-    @abstractmethod
-    def rows(self, rows: slice) -> Self:
-        """A view of some rows, which shares their memory."""
+    slot_dims: name -> the dimension of a tensor along which each token has an entry of its own. The other tensors are states: of
+    all tokens read, overwritten by the next.
+    """
 
-    @abstractmethod
-    def take(self, rows: Tensor, capacity: int) -> Self:
-        """A copy of some rows, which may repeat, with room for `capacity` tokens."""
+    slot_dims: ClassVar[Mapping[str, int]] = {}
 
     @abstractmethod
     def context(self, span: Span) -> Any:
         """The context by which `forward` reads the span's tokens on from this cache, into it."""
 
+    def map(self, change: Callable[[Tensor, int | None], Tensor]) -> Self:
+        """A cache of changed tensors. change: (tensor, its slot dimension or None) -> tensor."""
+        changed = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(changed, name, change(value, self.slot_dims.get(name)))
+        return changed
+
+    def tensors(self) -> list[tuple[Tensor, int | None]]:
+        """Every tensor with its slot dimension, or None of a state."""
+        found: list[tuple[Tensor, int | None]] = []
+        self.map(lambda tensor, dim: (found.append((tensor, dim)), tensor)[1])
+        return found
+
+    def rows(self, rows: slice) -> Self:
+        """A view of some rows, which shares their memory."""
+        return self.map(lambda tensor, _: tensor[rows])
+
+    def take(self, rows: Tensor, capacity: int) -> Self:
+        """A copy of some rows, which may repeat, with room for `capacity` tokens."""
+
+        def copied(tensor: Tensor, dim: int | None) -> Tensor:
+            found = tensor[rows]
+            return (
+                found
+                if dim is None
+                else F.pad(found, (*[0] * (2 * (tensor.dim() - 1 - dim)), 0, capacity - tensor.shape[dim]))
+            )
+
+        return self.map(copied)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(tensor.nbytes for tensor, _ in self.tensors())
 
 
 class MixerContext(ABC):

@@ -88,12 +88,6 @@ class ConvolutionCache(MixerCache):
         step = registry.resolve("conv1d_step", "auto", spec, conv.platform).build(spec, conv.platform)
         return cls(window.transpose(1, 2), step, *state)
 
-    def rows(self, rows: slice | Tensor) -> Self:
-        return replace(self, **{name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)})
-
-    def take(self, rows: Tensor, capacity: int) -> Self:
-        return self.rows(rows)
-
     def context(self, span: Span) -> CachedConvolution:
         return CachedConvolution(self, span)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -98,15 +98,8 @@ class ParallelMixersCache(MixerCache):
 
     parts: list[MixerCache]
 
-    def rows(self, rows: slice) -> ParallelMixersCache:
-        return ParallelMixersCache([part.rows(rows) for part in self.parts])
-
-    def take(self, rows: Tensor, capacity: int) -> ParallelMixersCache:
-        return ParallelMixersCache([part.take(rows, capacity) for part in self.parts])
+    def map(self, change: Callable[[Tensor, int | None], Tensor]) -> ParallelMixersCache:
+        return ParallelMixersCache([part.map(change) for part in self.parts])
 
     def context(self, span: Span) -> list[Any]:
         return [part.context(span) for part in self.parts]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.models.mixers.base import Mixer, MixerCache
@@ -18,13 +17,9 @@ from llmtrain.models.mixers.span import Span
 class ReplayCache(MixerCache):
     """inputs: [batch, capacity, d_model], what the mixer has read."""
 
+    slot_dims = {"inputs": 1}
+
     inputs: Tensor
-
-    def rows(self, rows: slice) -> ReplayCache:
-        return replace(self, inputs=self.inputs[rows])
-
-    def take(self, rows: Tensor, capacity: int) -> ReplayCache:
-        return replace(self, inputs=F.pad(self.inputs[rows], (0, 0, 0, capacity - self.inputs.shape[1])))
 
     def context(self, span: Span) -> Replay:
         return Replay(self, span)

@@ -1,8 +1,9 @@
 """Metrics over steps, as RUN/metrics.jsonl holds them, and a smoothed curve through them. No torch here."""
 
 import io
+import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.logs import run_log
 
 TRAINING_LOSS = "loss/train/cross_entropy"
-"""Without the z-loss, which is loss/train/z; loss/train/total is their sum."""
+"""Without the z-loss, which is loss/train/z; loss/train/total is their sum, and all that other objectives log."""
 VALIDATION_LOSS = "metrics/validation/cross_entropy"
 """Over all validation streams. Where there are several, that of STREAM is metrics/validation/STREAM/cross_entropy."""
+UNITS = {"cross_entropy": "cross entropy, nats per token", "total": "loss", "preference_loss": "loss"}
+"""Units of losses by the last part of their names."""
+OF_ANSWERS = ("rewards/margins", "rewards/accuracies")
+"""Metrics of each step that a picture has below the loss."""
 
 _BINS = 2000
 """Points of a curve that are drawn at most: a picture is half as many pixels wide."""
@@ -57,18 +62,22 @@ def read_curves(path: Path, wanted: Callable[[str], bool]) -> dict[str, Curve]:
     return curves
 
 
-def is_loss(name: str) -> bool:
-    """True for a metric that the picture of a run shows."""
-    return name in (TRAINING_LOSS, VALIDATION_LOSS) or bool(stream_metrics([name]))
+def losses(names: Collection[str]) -> tuple[str | None, str | None]:
+    """Loss of training, and that over all validation streams, among the metrics of a run."""
+    training, validation = (TRAINING_LOSS, "loss/train/total"), (VALIDATION_LOSS, "metrics/validation/preference_loss")
+    first, second = ([name for name in some if name in names] for some in (training, validation))
+    return first[0] if first else None, second[0] if second else None
+
+
+def is_drawn(name: str) -> bool:
+    """True for a metric that the picture of a run may show."""
+    return name in OF_ANSWERS or losses([name]) != (None, None) or bool(stream_metrics([name]))
 
 
 def stream_metrics(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(validation stream, its metric) for each metric that is the cross entropy of a single stream."""
-    before, after = "metrics/validation/", "/cross_entropy"
-    long = (name for name in names if len(name) >= len(before + after))
-    return [
-        (name[len(before) : -len(after)], name) for name in long if name.startswith(before) and name.endswith(after)
-    ]
+    """(validation stream, its metric) for each metric that is the loss of a single stream."""
+    matches = (re.fullmatch(r"metrics/validation/(.+)/(cross_entropy|preference_loss)", name) for name in names)
+    return [(found[1], found[0]) for found in matches if found]
 
 
 def smooth(steps: np.ndarray, values: np.ndarray) -> np.ndarray:

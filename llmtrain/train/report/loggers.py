@@ -20,7 +20,7 @@ from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 from llmtrain.schema.wandb import go_offline_without_key
-from llmtrain.train.report.curves import TRAINING_LOSS, VALIDATION_LOSS, Curve, read_curves, stream_metrics
+from llmtrain.train.report.curves import TRAINING_LOSS, Curve, losses, read_curves, stream_metrics
 from llmtrain.train.report.picture import LossPicture
 from llmtrain.train.report.step_logger import StepLogger
 
@@ -174,9 +174,8 @@ class ProgressLogger(LoggerDestination):
             run_log.info(f"step {step}/{self.total}  {self._text()}")
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        loss = self.metrics.get(VALIDATION_LOSS)
-        if loss is not None:
-            text = f"step {state.timestamp.batch.value}/{self.total}  validation loss {loss:.4f}"
+        if (name := losses(self.metrics)[1]) is not None:
+            text = f"step {state.timestamp.batch.value}/{self.total}  validation loss {self.metrics[name]:.4f}"
             streams = (
                 f"{name} {value:.4f}" for name, key in stream_metrics(self.metrics) for value in [self.metrics[key]]
             )

@@ -13,11 +13,12 @@ from composer.loggers import Logger
 from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
 from llmtrain.train.report.curves import (
-    TRAINING_LOSS,
-    VALIDATION_LOSS,
+    OF_ANSWERS,
+    UNITS,
     Curve,
     bins,
-    is_loss,
+    is_drawn,
+    losses,
     read_curves,
     smooth,
     stream_metrics,
@@ -29,11 +30,11 @@ Points = tuple[np.ndarray, np.ndarray]
 
 
 def plot_loss(folder: Path) -> Path | None:
-    """Draw RUN/loss.png from RUN/metrics.jsonl: cross entropy of training and validation. None if nothing was logged."""
+    """Draw RUN/loss.png from RUN/metrics.jsonl: loss of training and validation. None if nothing was logged."""
     log = folder / "metrics.jsonl"
     if not log.exists():
         return None
-    return draw({name: curve.copy() for name, curve in read_curves(log, is_loss).items()}, folder)
+    return draw({name: curve.copy() for name, curve in read_curves(log, is_drawn).items()}, folder)
 
 
 def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
@@ -42,10 +43,14 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
         return None
     from matplotlib.figure import Figure  # no pyplot: its state belongs to the main thread
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    if TRAINING_LOSS in curves:
-        steps, values = curves[TRAINING_LOSS]
+    training, overall = losses(curves)
+    of_answers = [name for name in OF_ANSWERS if name in curves]
+    figure = Figure(figsize=(8, 4.5 + 1.5 * len(of_answers)), layout="constrained")
+    axes, *below = figure.subplots(
+        1 + len(of_answers), sharex=True, squeeze=False, height_ratios=[3, *([1] * len(of_answers))]
+    )[:, 0]
+    if training:
+        steps, values = curves[training]
         x, middle, low, high = bins(steps, values)
         if len(x) == len(steps):
             axes.plot(x, middle, color="#9ecae1", linewidth=1, label="training, each step")
@@ -57,16 +62,24 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
         colour = f"C{2 + number % 8}"  # neither the blue of training nor the orange of all streams
         label = _plain(f"validation, {name}")
         axes.plot(*curves[metric], "o-", color=colour, linewidth=1, markersize=3, alpha=0.8, label=label)
-    if VALIDATION_LOSS in curves:
-        at, validation = curves[VALIDATION_LOSS]
+    if overall:
+        at, validation = curves[overall]
         label = "validation, all streams" if streams else "validation"
         axes.plot(at, validation, "o-", color="#d94801", markersize=5, label=label)
         axes.annotate(
             f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right"
         )
     title = _plain(folder.resolve().name)
-    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title, xlim=(0, None))
+    unit = UNITS[(training or overall or streams[0][1]).rpartition("/")[2]]
+    axes.set(ylabel=unit, title=title, xlim=(0, None))
     axes.grid(alpha=0.3)
+    for panel, name in zip(below, of_answers, strict=True):
+        x, middle, *_ = bins(*curves[name])
+        panel.plot(x, middle, color="#9ecae1", linewidth=1, label=name)
+        panel.plot(x, smooth(x, middle), color="#2171b5", linewidth=1.8, label=f"{name}, smoothed")
+        panel.set(ylabel=name.rpartition("/")[2])
+        panel.grid(alpha=0.3)
+    figure.axes[-1].set(xlabel="step")
     axes.legend(frameon=False, fontsize="small" if len(streams) > 5 else None, ncols=1 + len(streams) // 10)
     path = folder / "loss.png"
     picture = io.BytesIO()
@@ -97,10 +110,10 @@ class LossPicture(StepLogger):
     def open(self) -> None:
         log = self.folder / "metrics.jsonl"
         if log.exists():
-            self.curves = read_curves(log, is_loss)
+            self.curves = read_curves(log, is_drawn)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        for name in filter(is_loss, metrics):
+        for name in filter(is_drawn, metrics):
             self.curves.setdefault(name, Curve()).add(step, metrics[name])
         if time.monotonic() >= self.due and not (self.thread and self.thread.is_alive()):
             self.thread = threading.Thread(target=self._draw, args=(self._copy(),), daemon=True)

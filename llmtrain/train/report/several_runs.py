@@ -10,7 +10,7 @@ import numpy as np
 
 from llmtrain.config.output_folder import replace_file
 from llmtrain.errors import UserError
-from llmtrain.train.report.curves import TRAINING_LOSS, VALIDATION_LOSS, Curve, bins, read_curves, smooth
+from llmtrain.train.report.curves import UNITS, Curve, bins, losses, read_curves, smooth
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_runs(places: Sequence[Path], metric: str | None) -> list[LoggedRun]:
         if not file.exists():
             raise UserError(f"{file} does not exist: name folders of runs (run_dir of their YAMLs)")
         curves = read_curves(file, lambda _: True)
-        missing = metric not in curves if metric else not {TRAINING_LOSS, VALIDATION_LOSS} & curves.keys()
+        missing = metric not in curves if metric else not any(losses(curves))
         if missing or "tokens" not in curves:
             wanted = metric or "a loss"
             names = ", ".join(sorted(curves)) or "none"
@@ -50,7 +50,7 @@ def read_runs(places: Sequence[Path], metric: str | None) -> list[LoggedRun]:
 
 def table(runs: Sequence[LoggedRun], metric: str | None) -> str:
     """A line for each run: steps, tokens, and the metrics' last and least values."""
-    metrics = [name for name in _metrics(metric) if any(name in run.curves for run in runs)]
+    metrics = list(dict.fromkeys(name for run in runs for name in _metrics(run, metric)))
     head = ["run", "step", "tokens", *(f"{which} {_short(name)}" for name in metrics for which in ("last", "least"))]
     rows = [head]
     for run in runs:
@@ -71,12 +71,13 @@ def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Pat
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for number, run in enumerate(runs):
-        for name in (name for name in _metrics(metric) if name in run.curves):
+        for name in _metrics(run, metric):
             x, y = _smoothed(run, name, over)
-            style = "o--" if name == VALIDATION_LOSS else "-"
+            style = "o--" if name == losses(run.curves)[1] else "-"
             label = f"{run.name}, {_short(name)}".replace("$", r"\$")
             axes.plot(x, y, style, color=f"C{number % 10}", linewidth=1.5, markersize=4, label=label)
-    axes.set(xlabel=over, ylabel="nats per token" if metric is None else metric.replace("$", r"\$"))
+    units = sorted({UNITS.get(name.rpartition("/")[2], name) for run in runs for name in _metrics(run, metric)})
+    axes.set(xlabel=over, ylabel=", ".join(units).replace("$", r"\$"))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     picture = io.BytesIO()
@@ -84,15 +85,17 @@ def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Pat
     replace_file(out, picture.getvalue())
 
 
-def _metrics(metric: str | None) -> list[str]:
-    return [TRAINING_LOSS, VALIDATION_LOSS] if metric is None else [metric]
+def _metrics(run: LoggedRun, metric: str | None) -> list[str]:
+    """The metric if a run has it, or the losses that it has."""
+    return [name for name in ([metric] if metric else losses(run.curves)) if name in run.curves]
 
 
 def _short(metric: str) -> str:
-    return {TRAINING_LOSS: "training loss", VALIDATION_LOSS: "validation loss"}.get(metric, metric)
+    training, validation = losses([metric])
+    return "training loss" if training else "validation loss" if validation else metric
 
 
 def _smoothed(run: LoggedRun, metric: str, over: str = "steps") -> tuple[np.ndarray, np.ndarray]:
     """Points of a curve, as many as a picture shows; the training loss smoothed."""
     x, y, *_ = bins(*run.points(metric, over))
-    return (x, smooth(x, y)) if metric == TRAINING_LOSS else (x, y)
+    return (x, smooth(x, y)) if losses([metric])[0] else (x, y)

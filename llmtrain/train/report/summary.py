@@ -24,6 +24,11 @@ from llmtrain.train.report.several_runs import draw_runs, read_runs
 from llmtrain.train.run import Outcome
 
 SAMPLE_TOKENS = 64
+_QUALITY = {
+    "cross_entropy": ("validation loss", " nats per token"),
+    "preference_loss": ("validation loss", ""),
+    "accuracy": ("accuracy", " of held-out pairs have the chosen answer before the rejected one"),
+}
 
 
 def report(config: Config, outcome: Outcome, *, file: str, overrides: Sequence[str], seconds: float) -> None:
@@ -64,14 +69,15 @@ def _draw_exact_match(config: Config, outcome: Outcome) -> None:
 
 
 def _tell_quality(config: Config, outcome: Outcome) -> None:
-    if outcome.validation_loss is None:
+    for metric, (label, unit) in _QUALITY.items():
+        if metric in outcome.validation:
+            run_log.info(f"{label:<16} {outcome.validation[metric]:.4f}{unit}")
+        for name, value in outcome.validation.items():
+            if name.endswith(f"/{metric}"):
+                run_log.info(f"  {name.removesuffix(f'/{metric}'):<14} {value:.4f}")
+    if "bits_per_byte" not in outcome.validation:
         return
-    run_log.info(f"validation loss  {outcome.validation_loss:.4f} nats per token")
-    for name, loss in outcome.stream_losses.items():
-        run_log.info(f"  {name:<14} {loss:.4f}")
-    if outcome.bits_per_byte is None:
-        return
-    line = f"bits per byte    {outcome.bits_per_byte:.3f} on held-out text"
+    line = f"bits per byte    {outcome.validation['bits_per_byte']:.3f} on held-out text"
     if config.data.prepare and not config.data.prepare.streams:
         others = _baselines(config, config.data.prepare.out)
         line += "".join(f"; {name} {value:.3f}" for name, value in others.items() if value is not None)

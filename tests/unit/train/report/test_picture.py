@@ -111,6 +111,21 @@ def test_a_long_run_is_drawn_with_as_many_points_as_the_picture_has(tmp_path, pl
     assert y[1000] == pytest.approx(falling(np.array(x[1000])), abs=0.01)
 
 
+def test_a_run_of_preferences_has_its_loss_margins_and_accuracies(tmp_path, plotted):
+    loss, margin, accuracy = "loss/train/total", "rewards/margins", "rewards/accuracies"
+    log(
+        tmp_path,
+        [
+            {"step": 1, loss: 0.7, "loss/train/sigmoid": 0.7, margin: 0.0, accuracy: 0.5},
+            {"step": 2, loss: 0.5, "loss/train/sigmoid": 0.5, margin: 1.0, accuracy: 1.0},
+            {"step": 2, "metrics/validation/preference_loss": 0.6, "metrics/validation/accuracy": 0.75},
+        ],
+    )
+    assert plot_loss(tmp_path) is not None
+    shown = {"training, each step": [0.7, 0.5], "validation": [0.6], margin: [0, 1], accuracy: [0.5, 1]}
+    assert {label: plotted[label][1] for label in shown} == shown
+
+
 def test_no_metrics_no_picture(tmp_path):
     assert plot_loss(tmp_path) is None
     log(tmp_path, [{"step": 1, "other": 2}])

@@ -1,0 +1,269 @@
+"""Generation for requests that come and go: continuous batching (Yu et al., Orca, OSDI 2022) of prompts of any length.
+
+A step reads a piece of the prompts that wait and one token of every request that is being answered. Prompts are read alone, in
+pieces whose borders depend on the prompt alone; tokens of all rows are read in one pass, whose rounding is all that a request can
+see of the others. With `deterministic` each row has a pass of its own, and sees nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llmtrain.errors import UserError
+from llmtrain.generate.options import Sampling
+from llmtrain.generate.prefixes import PrefixCache
+from llmtrain.generate.sampling import Draws, sample
+from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
+from llmtrain.models.cache import Cache
+from llmtrain.models.causal_lm import CausalLM
+
+End = Literal["stop", "eod", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer. log_likelihood: under the model's own distribution, before temperature and penalties. top: the
+    likeliest tokens with theirs, as many as the request asked for. end: "eod" of a token that ends texts, "length" of the last
+    one that the request may have."""
+
+    id: int
+    log_likelihood: float
+    top: tuple[tuple[int, float], ...] = ()
+    end: Literal["eod", "length"] | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to be answered.
+
+    ends: ids of the tokens that end the answer. top: number of likeliest tokens to report with each. take: called with each token
+    as it is drawn; True ends the answer there ("stop"). number: of the row in a larger request, which with the seed fixes its
+    draws. `cancelled` may be set from any thread. The answer is complete when `end` is set.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+    ends: frozenset[int] = frozenset()
+    top: int = 0
+    take: Callable[[Token], bool] = lambda token: False
+    number: int = 0
+    tokens: list[Token] = field(default_factory=list)
+    end: End | None = None
+    cancelled: bool = False
+    error: Exception | None = None
+    """What `take` raised, which ended the answer as a cancellation does."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+@dataclass(eq=False)
+class _Active:
+    request: Request
+    draws: Draws
+    read: int = 0  # tokens of the prompt
+
+
+class Engine:
+    """Answers requests with a model in eval mode. Not thread-safe, but for `Request.cancelled`.
+
+    rows: requests that are answered at a time; others wait in order. max_len: tokens of a prompt and its answer together, at most.
+    piece: tokens of a prompt read in one pass. prompt_tokens: about the number of prompt tokens per step while others are being
+    answered; default one piece. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values and states take
+    rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits.
+    Raises UserError when the model's learned positions end before max_len.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        rows: int = 16,
+        max_len: int = 2048,
+        piece: int = 512,
+        prompt_tokens: int | None = None,
+        prefix_bytes: int = 0,
+        deterministic: bool = False,
+    ):
+        self.model, self.rows, self.max_len, self.piece = model, rows, max_len, piece
+        self.prompt_tokens = prompt_tokens or piece
+        self.deterministic = deterministic
+        self.slots: Slots = (SeparateSlots if deterministic else SharedSlots)(model, rows, max_len)
+        self.prefixes = PrefixCache(prefix_bytes, piece) if prefix_bytes else None
+        self.waiting: deque[Request] = deque()
+        self.live: list[_Active] = []
+        self._reading: tuple[_Active, Cache] | None = None
+        self.prompt_tokens_read = self.tokens_drawn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states, those of prefixes included."""
+        return self.slots.nbytes + (self.prefixes.nbytes if self.prefixes else 0)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live or self.waiting or self._reading)
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request that this engine cannot answer."""
+        vocab_size = self.model.config.vocab_size
+        if not request.prompt:
+            raise UserError("a prompt has no tokens; give it at least the end-of-document token")
+        if request.max_new_tokens < 1:
+            raise UserError(f"{request.max_new_tokens} new tokens asked for; at least 1 is needed")
+        wrong = next((one for one in request.prompt if not 0 <= one < vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"token {wrong} is outside the model's vocabulary of {vocab_size}")
+        total = len(request.prompt) + request.max_new_tokens
+        if total > self.max_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {total}; there is room for "
+                f"{self.max_len} together. Shorten the prompt or ask for fewer new tokens"
+            )
+
+    def submit(self, request: Request) -> Request:
+        """Add a request behind those that wait. Raises UserError for one that cannot be answered."""
+        self.check(request)
+        self.waiting.append(request)
+        return request
+
+    def run(self, requests: Iterable[Request]) -> list[Request]:
+        """Answer these, and whatever else waits, to the end. Raises what a request's `take` raised."""
+        made = [self.submit(request) for request in requests]
+        while self.busy:
+            self.step()
+        for request in made:
+            if request.error is not None:
+                raise request.error
+        return made
+
+    def step(self) -> None:
+        """Read a piece of the prompts that wait, and draw a token for each request that is being answered."""
+        self._drop_cancelled()
+        self._read_prompts()
+        if self.live:
+            logits = self.slots.step([active.request.tokens[-1].id for active in self.live])
+            ended = self._draw(self.live, logits)
+            for row in sorted(ended, reverse=True):
+                self._leave(row)
+
+    def cancel_all(self) -> None:
+        """End every request, those that wait too."""
+        for request in [*self.waiting, *(active.request for active in self._active())]:
+            request.cancelled = True
+        self._drop_cancelled()
+
+    def _active(self) -> list[_Active]:
+        return [*self.live, *([self._reading[0]] if self._reading else [])]
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self.waiting if request.cancelled]:
+            self.waiting.remove(request)
+            request.end = "cancelled"
+        if self._reading is not None and self._reading[0].request.cancelled:
+            active, cache = self._reading
+            self._reading, active.request.end = None, "cancelled"
+            self.slots.discard(cache)
+        for row in reversed(range(len(self.live))):
+            if self.live[row].request.cancelled:
+                self.live[row].request.end = "cancelled"
+                self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        self.slots.leave(row)
+        last = self.live.pop()
+        if row < len(self.live):
+            self.live[row] = last
+
+    def _read_prompts(self) -> None:
+        budget = self.prompt_tokens
+        while len(self.live) < self.rows and (self._reading or self.waiting) and budget > 0:
+            if self._reading is None:
+                self._reading = self._admit(self.waiting.popleft())
+            active, cache = self._reading
+            ids = active.request.prompt[active.read : active.read + self.piece]
+            logits = self._read(ids, cache)
+            active.read += len(ids)
+            self.prompt_tokens_read += len(ids)
+            if self.live:
+                budget -= len(ids)
+            if self.prefixes is not None and len(ids) == self.piece:
+                self.prefixes.keep(active.request.prompt[: active.read], cache)
+            if active.read == len(active.request.prompt):
+                self._reading = None
+                if self._draw([active], logits):
+                    self.slots.discard(cache)
+                else:
+                    self.slots.join(cache)
+                    self.live.append(active)
+
+    def _admit(self, request: Request) -> tuple[_Active, Cache]:
+        draws = Draws(
+            request.sampling,
+            request.prompt,
+            request.number,
+            vocab_size=self.model.config.vocab_size,
+            draws=request.max_new_tokens,
+        )
+        active, cache = _Active(request, draws), self.slots.reader()
+        if self.prefixes is not None:
+            active.read = self.prefixes.restore(request.prompt, cache)
+        return active, cache
+
+    def _read(self, ids: Sequence[int], cache: Cache) -> Tensor:
+        """Logits [1, vocab_size] after some of a prompt's tokens."""
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return self.model.next_logits(torch.tensor([list(ids)], device=self.model.device), cache)
+
+    def _draw(self, rows: Sequence[_Active], logits: Tensor) -> list[int]:
+        """Draw a token for each row. Returns the numbers of the rows that ended."""
+        if self.deterministic:
+            parts = [_drawn(logits[at : at + 1], [row]) for at, row in enumerate(rows)]
+            drawn = [one for part in parts for one in part]
+        else:
+            drawn = _drawn(logits, rows)
+        ended = []
+        for at, (row, (token, likelihood, top)) in enumerate(zip(rows, drawn, strict=True)):
+            request = row.request
+            row.draws.record(token)
+            self.tokens_drawn += 1
+            end = None
+            if token in request.ends:
+                end = "eod"
+            elif len(request.tokens) + 1 == request.max_new_tokens:
+                end = "length"
+            found = Token(token, likelihood, top, end)
+            request.tokens.append(found)
+            try:
+                request.end = "stop" if request.take(found) else end
+            except Exception as error:
+                request.end, request.error = "cancelled", error
+            if request.end:
+                ended.append(at)
+        return ended
+
+
+def _drawn(logits: Tensor, rows: Sequence[_Active]) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """(token, its log-likelihood, the likeliest tokens with theirs) of each row. logits: [n, vocab_size]."""
+    logits = logits.float()
+    tokens = sample(logits, [row.draws for row in rows])
+    likelihoods = logits.log_softmax(dim=-1)
+    chosen = likelihoods.gather(1, tokens[:, None])[:, 0]
+    most = min(max(row.request.top for row in rows), logits.shape[1])
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    if most:
+        best = likelihoods.topk(most, dim=-1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        tops = [
+            tuple(zip(ids[: row.request.top], values[: row.request.top], strict=True))
+            for row, (ids, values) in zip(rows, pairs, strict=True)
+        ]
+    return list(zip(tokens.tolist(), chosen.tolist(), tops, strict=True))

@@ -1,0 +1,159 @@
+"""Memory of the requests that an engine decodes together: rows of one cache that join and leave at any step.
+
+All rows end at the same slot, the next one that is written, as the rows of a padded batch do: a row of n tokens begins n slots
+before it. So each step is the step of a batch, with the same kernels and CUDA graphs, and a request joins by a copy of its keys,
+values and states. When the slots run out, all rows are moved to the left.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmtrain.generate.decoding import DecodeStep
+from llmtrain.models.cache import Cache
+from llmtrain.models.causal_lm import CausalLM
+
+SPARE_SLOTS = 64
+"""Least number of steps between two moves of all rows."""
+
+
+class Slots(Protocol):
+    """Places for `rows` requests of up to max_len tokens. Live rows are numbered 0 .. n - 1, in the order of joining but for the
+    last, which takes the number of a row that leaves."""
+
+    def reader(self) -> Cache:
+        """An empty cache of one row for a prompt. It ends with `join` or `discard`."""
+        ...
+
+    def discard(self, cache: Cache) -> None: ...
+
+    def join(self, cache: Cache) -> None:
+        """Add what the reader holds as the last row."""
+        ...
+
+    def leave(self, row: int) -> None: ...
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Read one token per live row -> logits [n, vocab_size]."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states."""
+        ...
+
+
+class SharedSlots:
+    """Slots that are read together, in one pass per step. Raises UserError where learned positions end before max_len."""
+
+    def __init__(self, model: CausalLM, rows: int, max_len: int):
+        self.model, self.count = model, rows
+        self.cache = model.empty_cache(rows, max_len + max(SPARE_SLOTS, max_len // 4), longest=max_len)
+        self.prompt = model.empty_cache(1, max_len)
+        self.first: list[int] = []
+        self.steps: dict[int, DecodeStep] = {}
+
+    def reader(self) -> Cache:
+        self.prompt.clear()
+        return self.prompt
+
+    def discard(self, cache: Cache) -> None:
+        pass
+
+    def join(self, cache: Cache) -> None:
+        row, length = len(self.first), cache.length
+        assert row < self.count, "no row is free"
+        if not self.first:
+            self._set_length(length)
+        elif length > self.cache.length:
+            self._move(length - self.cache.length)
+        end = self.cache.length
+        self.cache.copy_row(row, cache, 0, slice(end - length, end), slice(0, length))
+        self._set_first(row, end - length)
+
+    def leave(self, row: int) -> None:
+        last = len(self.first) - 1
+        if row != last:
+            slots = slice(self.first[last], self.cache.length)
+            self.cache.copy_row(row, self.cache, last, slots, slots)
+            self._set_first(row, self.first[last])
+        self.first.pop()
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        cache, live = self.cache, len(tokens)
+        assert live == len(self.first), "one token for each row"
+        if cache.length == cache.capacity:
+            self._move(-min(self.first))
+        size = live
+        if self.model.device.type == "cuda":  # a graph for each power of two
+            size = min(1 << (live - 1).bit_length(), self.count)
+        if size not in self.steps:
+            view = cache.rows(slice(0, size))
+            view.next = cache.next  # not a copy: the rows of all sizes end at one slot
+            self.steps[size] = DecodeStep(self.model, view, steps=cache.capacity)
+        step = self.steps[size]
+        step.cache.length = cache.length
+        ids = torch.tensor([*tokens, *[0] * (size - live)], device=self.model.device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits = step(ids)[:live]
+        cache.length += 1
+        return logits
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.prompt.nbytes
+
+    def _move(self, by: int) -> None:
+        """Move all rows by a number of slots."""
+        begin, end = min(self.first), self.cache.length
+        self.cache.move(slice(0, len(self.first)), slice(begin, end), by)
+        self._set_length(end + by)
+        for row, first in enumerate(self.first):
+            self._set_first(row, first + by)
+
+    def _set_first(self, row: int, first: int) -> None:
+        self.first[row : row + 1] = [first]
+        self.cache.first[row] = first
+
+    def _set_length(self, length: int) -> None:
+        self.cache.length = length
+        self.cache.next.fill_(length)
+
+
+class SeparateSlots:
+    """Slots that are read each in a pass of its own: what a request gets does not depend on the others in any bit."""
+
+    def __init__(self, model: CausalLM, rows: int, max_len: int):
+        self.model = model
+        self.caches = [model.empty_cache(1, max_len) for _ in range(rows)]
+        self.free = list(self.caches)
+        self.live: list[Cache] = []
+
+    def reader(self) -> Cache:
+        cache = self.free.pop()
+        cache.clear()
+        return cache
+
+    def discard(self, cache: Cache) -> None:
+        self.free.append(cache)
+
+    def join(self, cache: Cache) -> None:
+        self.live.append(cache)
+
+    def leave(self, row: int) -> None:
+        self.free.append(self.live[row])
+        last = self.live.pop()
+        if row < len(self.live):
+            self.live[row] = last
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        device = self.model.device
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            ids = (torch.tensor([[token]], device=device) for token in tokens)
+            return torch.cat([self.model.next_logits(*one) for one in zip(ids, self.live, strict=True)])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
