@@ -1,4 +1,4 @@
-"""Whether other nodes reach the addresses at which gloo and NCCL (RCCL) will listen on this one.
+"""Check that other nodes reach the addresses at which gloo and NCCL (RCCL) will listen on this one.
 
 The interface is the environment's choice, and a wrong one shows in no other way than by collectives that wait.
 """
