@@ -173,7 +173,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step"),
-        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton),
+        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton_step),
     ),
     "ssd_step": (
         Backend("reference", "llmtrain.kernels.ssd.step"),

@@ -120,7 +120,7 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     is among them. The same on every rank that has the same tables.
     """
     by_parts = spec.lower_right and not replace(spec, softcap=None).only_causal  # which no cell is like
-    if by_parts or platform.vendor == "cpu":
+    if by_parts or spec.value_dim is not None or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
     models = _models(own_file(platform.arch), shipped_file(platform.arch), _BYTES[asked.dtype])
