@@ -1,6 +1,7 @@
 """Compressed convolutional attention against ZAYA1's layer in transformers: outputs and every gradient."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ def pair(seed: int) -> tuple[CompressedAttention, ZayaAttention, ZayaRotaryEmbed
     """The same layer in both, with every weight away from its initial value."""
     rng, window = random.Random(seed), "hybrid_sliding" if seed % 3 == 0 else "hybrid"
     kv_heads, bias = rng.choice([1, 2, 3]), rng.random() < 0.5
-    sizes = {"num_attention_heads": kv_heads * rng.choice([1, 2, 3]), "num_key_value_heads": kv_heads}
-    times = {"cca_time0": rng.choice([1, 2, 3]), "cca_time1": rng.choice([1, 2, 3])}
+    sizes: dict[str, Any] = {"num_attention_heads": kv_heads * rng.choice([1, 2, 3]), "num_key_value_heads": kv_heads}
+    times: dict[str, Any] = {"cca_time0": rng.choice([1, 2, 3]), "cca_time1": rng.choice([1, 2, 3])}
     head_dim, d_model, fraction = rng.choice([4, 8]), rng.choice([12, 20]), rng.choice([0.5, 1.0])
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": fraction}
     theirs_config = ZayaConfig(
@@ -68,7 +69,7 @@ def pair(seed: int) -> tuple[CompressedAttention, ZayaAttention, ZayaRotaryEmbed
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(0, 0.4)
-    ours = HybridLM(config, platform.cpu(), torch.float32).blocks[0].mixer  # type: ignore[union-attr]
+    ours = HybridLM(config, platform.cpu(), torch.float32).blocks[0].mixer
     assert isinstance(ours, CompressedAttention)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

@@ -52,6 +52,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "layers": "(a w)*2",
         "logit_softcap": 10.0,
     },
+    "sinks, with a window in every second layer": {
+        "blocks": {
+            "a": ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "sinks": True},
+            "w": ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "sinks": True, "sliding_window": 5},
+        },
+        "layers": "(w a)*2",
+    },
     "mamba2 with groups": {"blocks": {"m": MAMBA | {"n_groups": 2, "conv_bias": False}}, "layers": "m*3"},
     "zamba2 as the 1.2B": {
         "blocks": {"m": MAMBA | {"dt_limit": [0.3, None]}, "s": SHARED | {"attn_adapter_rank": 4, "position": ROTARY}},

@@ -107,7 +107,7 @@ class CompressedAttention(Attention):
         self.undelayed = self.widths[2] // 2
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
-        return {"key_scale": constant(1.0)}
+        return super().init_rules(scale) | {"key_scale": constant(1.0)}
 
     def split(self, ranks: TensorRanks) -> None:
         (q, kv), whole = self.head_parts(), self.undelayed

@@ -21,6 +21,7 @@ BLOCKS = {
     "full_norm": ATTENTION | {"n_kv_heads": 2, "qk_norm": "full", "output_gate": True},
     "alibi": ATTENTION | {"position": {"type": "alibi"}, "qk_norm": "full", "clip_qkv": 1.0, "qkv_bias": True},
     "window": ATTENTION | {"sliding_window": 5, "softcap": 10.0, "head_dim": 16, "out_bias": True, "mlp": None},
+    "sinks": ATTENTION | {"sinks": True, "n_kv_heads": 2},
     "mamba": {"type": "mamba2", "d_state": 16, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
     "mamba_mlp": {"type": "mamba2", "d_state": 16, "head_dim": 16, "norm_before_gate": True, "mlp": MLP},
     "gdn": {
