@@ -55,7 +55,7 @@ class CompressedAttentionBlock(AttentionSection):
         return f"{super().describe(d_model)}, convolutions of {self.d_conv} and {self.d_head_conv}"
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
-        """What attention keeps, and of queries and keys the convolutions' inputs and what is brought to one length."""
+        """Bytes of attention, and of the convolutions' inputs, and of queries and keys as they are brought to one length."""
         spec = self.spec(d_model)
         return super().saved_bytes(d_model, width) + SavedBytes(
             (4 * width + 4) * (spec.n_heads + spec.n_kv_heads) * spec.head_dim
