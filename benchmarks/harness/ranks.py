@@ -60,7 +60,7 @@ class Training:
         from llmtrain.models.hybrid import HybridLM
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import parallelize
-        from llmtrain.train.ranks.tensor_gradients import TensorGradients
+        from llmtrain.train.ranks.tensor_gradients import SharedGradients
 
         self.device, train = initialize(), config.train
         self.world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
@@ -70,7 +70,7 @@ class Training:
         self.segments = parallelize(self.causal_lm, train, self.world, self.device)
         self.model.init_weights(config.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.divided = TensorGradients(self.model, self.model.ranks) if self.model.ranks else None
+        self.divided = SharedGradients(self.model, self.model.ranks) if self.model.ranks else None
         self.most = train.clip_grad_norm or math.inf
 
     def own(self, ids: Any, labels: Any) -> dict[str, Any]:

@@ -43,7 +43,12 @@ def on_every_rank(
 
 
 def verify_in_shares(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
-    """Compare the hashes of a checkpoint's files (or of `names`), each rank those of a share. Raises CheckpointError on all."""
+    """Compare the hashes of a checkpoint's files (or of all ranks' `names`), each rank those of a share. Raises CheckpointError on
+    all."""
+    if names is not None and dist.is_initialized():
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, names)
+        names = sorted({name for some in everyone for name in some})
     by_size = sorted(manifest.files if names is None else names, key=lambda name: -manifest.files[name]["bytes"])
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = by_size[rank::size]

@@ -240,6 +240,7 @@ def _load_layer(layer: Layer, state: dict[str, Any], verify: bool) -> None:
         verify_in_shares(layer.folder, layer.manifest, layer.index.files(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, without a group
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")  # of the stages of a pipeline
         try:
             dcp.load(state, storage_reader=ShardReader(layer.folder, layer.index), planner=ValuePlanner())
         except CheckpointException as error:

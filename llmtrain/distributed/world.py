@@ -24,7 +24,8 @@ class World:
     """The place of this process among the ranks of the run.
 
     tensor: consecutive ranks that share every layer's work. context: consecutive groups of them that share every sequence. The
-    tensor * context ranks of such a group read the same samples; the groups are data-parallel.
+    tensor * context ranks of such a group read the same samples; the groups are data-parallel. pipeline: equal parts of the ranks,
+    one after the other, that hold a stage of the model each; the n-th ranks of all stages read the same samples.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class World:
     local_size: int
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -41,31 +43,40 @@ class World:
     @property
     def data_rank(self) -> int:
         """Number of this rank's group, whose ranks read the same samples."""
-        return self.rank // self.replication
+        return self._rank_of_stage // self.replication
 
     @property
     def data_size(self) -> int:
         """Number of such groups."""
-        return self.size // self.replication
+        return self.size // self.pipeline // self.replication
+
+    @property
+    def _rank_of_stage(self) -> int:
+        return self.rank % (self.size // self.pipeline)
 
     @property
     def replication(self) -> int:
-        """Ranks that read the same samples."""
+        """Consecutive ranks, of one stage, that read the same samples."""
         return self.context * self.tensor
 
     @property
+    def is_first_reader(self) -> bool:
+        """True for one of the ranks that read the same samples."""
+        return self.rank == self._rank_of_stage and self.rank % self.replication == 0
+
+    @property
     def reader(self) -> int:
-        """Number of this rank's tensor-parallel group, whose ranks read every text together."""
-        return self.rank // self.tensor
+        """Number of this rank's tensor-parallel group, whose ranks, of all stages, read every text together."""
+        return self._rank_of_stage // self.tensor
 
     @property
     def readers(self) -> int:
         """Number of such groups."""
-        return self.size // self.tensor
+        return self.size // self.pipeline // self.tensor
 
-    def split(self, context: int = 1, tensor: int = 1) -> World:
-        """The same place where so many ranks, whose product divides the run's, share sequences and layers."""
-        return replace(self, context=context, tensor=tensor)
+    def split(self, context: int = 1, tensor: int = 1, pipeline: int = 1) -> World:
+        """The same place where so many ranks, whose product divides the run's, share sequences, layers and the model."""
+        return replace(self, context=context, tensor=tensor, pipeline=pipeline)
 
 
 def world_from_environment() -> World:

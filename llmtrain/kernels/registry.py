@@ -18,6 +18,7 @@ from llmtrain.kernels.conv1d import spec as conv1d
 from llmtrain.kernels.experts import spec as experts
 from llmtrain.kernels.gated_delta import spec as gated_delta
 from llmtrain.kernels.gated_norm import spec as gated_norm
+from llmtrain.kernels.kimi_delta import spec as kimi_delta
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
 from llmtrain.kernels.norm import spec as norm
 from llmtrain.kernels.platform import Platform
@@ -26,15 +27,15 @@ from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 if TYPE_CHECKING:
-    from llmtrain.kernels.attention.measured import Row as MeasuredRow
+    from llmtrain.kernels.attention.measured import Choice
 
 Operation = Literal[
-    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "experts",
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "kimi_delta", "experts",
     "attention_step", "ssd_step", "conv1d_step",
 ]  # fmt: skip
 Spec = Any
-"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec, GatedDeltaSpec or ExpertsSpec, by
-operation."""
+"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec, GatedDeltaSpec, KimiDeltaSpec or
+ExpertsSpec, by operation."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,15 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             ("llmtrain.fla_gated_delta_forward.default",),
         ),
     ),
+    "kimi_delta": (
+        Backend("reference", "llmtrain.kernels.kimi_delta.reference"),
+        Backend(
+            "fla",
+            "llmtrain.kernels.kimi_delta.fla",
+            kimi_delta.refuse_fla,
+            ("llmtrain.fla_kimi_delta_forward.default",),
+        ),
+    ),
     "experts": (
         Backend("reference", "llmtrain.kernels.experts.reference"),
         Backend("grouped_mm", "llmtrain.kernels.experts.grouped_mm", experts.refuse_grouped_mm),
@@ -163,7 +173,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step"),
-        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton),
+        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton_step),
     ),
     "ssd_step": (
         Backend("reference", "llmtrain.kernels.ssd.step"),
@@ -183,6 +193,7 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "gated_norm": gated_norm.preference,
     "mamba_mixer": mamba_mixer.preference,
     "gated_delta": gated_delta.preference,
+    "kimi_delta": kimi_delta.preference,
     "experts": experts.preference,
     "attention_step": _preference_step,
     "ssd_step": _preference_step,
@@ -239,8 +250,8 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq
 
 def measured(
     operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None
-) -> list[MeasuredRow]:
-    """Measurements that `resolve` chooses by, the fastest first; none where no cell applies to the spec."""
+) -> list[Choice]:
+    """Times that `resolve` chooses by, the one to take first; none where no measured cells apply to the spec."""
     candidates = _candidates(operation, name)
     if operation != "attention" or len(candidates) == 1:
         return []

@@ -20,8 +20,7 @@ class AttachedLosses:
     loss times its microbatch's weight; the mean over the ranks is the step's. counts: of each layer that pools with others, what
     its forward pass wrote; pooled: their sum as the backward pass begins, when all are there (see attach_pooled).
 
-    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss. Where a backward pass
-    begins behind that loss, at a stage of a pipeline, the weight is to be set before it.
+    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss.
     """
 
     weight: Tensor
@@ -43,9 +42,10 @@ class AttachedLosses:
         for term in self.terms.values():
             term.zero_()
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself."""
-        return _Weigh.apply(loss, self)
+    def weigh(self, loss: Tensor, weight: float | None = None) -> Tensor:
+        """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself. weight: of the
+        microbatch, in a stage of a pipeline where the backward pass begins at other tensors than the loss, of which this is one."""
+        return _Weigh.apply(loss, self, weight)
 
 
 def attach_loss(x: Tensor, loss: Tensor, losses: AttachedLosses | None, name: str) -> Tensor:
@@ -75,20 +75,20 @@ def add_in_backward(x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, losses: AttachedLosses) -> Tensor:
-        ctx.losses = losses
+    def forward(ctx: Any, loss: Tensor, losses: AttachedLosses, weight: float | None) -> Tensor:
+        ctx.losses, ctx.weight = losses, weight
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
         losses = ctx.losses
         # Saved by the layers, which shall read what it is now.
         with torch.autograd._unsafe_preserve_version_counter(losses.weight):
-            losses.weight.copy_(d_loss)
+            losses.weight.copy_(d_loss) if ctx.weight is None else losses.weight.fill_(ctx.weight)
         if losses.pooled is not None:
             with torch.autograd._unsafe_preserve_version_counter(losses.pooled):
                 losses.pooled.copy_(torch.stack(losses.counts).sum(0))
-        return d_loss, None
+        return d_loss, None, None
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -42,9 +42,13 @@ class CausalLM(nn.Module):
         self.loss_function = build_loss(loss, hybrid.config.logit_softcap, hybrid.platform)
 
     def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Output:
-        """inputs: token ids [batch, T], or what the last stage of a model reads. output: (hidden states of all tokens, the head's
-        weight [vocab_size, d_model] or this rank's part) -> what to return."""
-        hidden, ranks = self.hybrid(inputs, context), self.hybrid.ranks
+        """inputs: token ids [batch, T]. output: (hidden states of all tokens, the head's weight [vocab_size, d_model] or this
+        rank's part) -> what to return."""
+        return self.compute(self.hybrid(inputs, context), output)
+
+    def compute(self, hidden: Tensor, output: Callable[[Tensor, Tensor], Output]) -> Output:
+        """`output` of the last layer's hidden states, of this rank's tokens. Within `forward` alone."""
+        ranks = self.hybrid.ranks
         hidden = hidden if ranks is None else ranks.enter(hidden)
         head = self.hybrid.head
         return output(hidden, self.hybrid.head_weight) if head is None else head(hidden, output)

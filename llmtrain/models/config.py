@@ -23,13 +23,21 @@ from llmtrain.models.sections.block import WithBackend
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.feed_forward import Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
+from llmtrain.models.sections.kimi_delta import KimiDeltaBlock
+from llmtrain.models.sections.latent_attention import LatentAttentionBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
 Block = Annotated[
-    AttentionBlock | GatedDeltaNetBlock | Mamba2Block | ParallelMixersBlock | SharedAttentionBlock,
+    AttentionBlock
+    | GatedDeltaNetBlock
+    | KimiDeltaBlock
+    | LatentAttentionBlock
+    | Mamba2Block
+    | ParallelMixersBlock
+    | SharedAttentionBlock,
     Field(discriminator="type"),
 ]
 
@@ -118,7 +126,7 @@ class ModelConfig(Section):
         """Layers whose experts cannot be counted together, as balance.over: model does."""
         pooled = {
             name: (mlp.n_experts, mlp.top_k)
-            for name, mlp in self._experts().items()
+            for name, mlp in self.experts().items()
             if mlp.balance.weight > 0 and mlp.balance.over == "model"
         }
         for name, found in pooled.items():
@@ -129,14 +137,14 @@ class ModelConfig(Section):
     @property
     def draws_in_training(self) -> bool:
         """Layers draw random numbers in training."""
-        return self.dropout > 0 or any(mlp.router.jitter > 0 for mlp in self._experts().values())
+        return self.dropout > 0 or any(mlp.router.jitter > 0 for mlp in self.experts().values())
 
     @property
     def counts_over_ranks(self) -> bool:
         """Ranks add up loads of experts in each microbatch."""
-        return any(mlp.balance.weight > 0 and mlp.balance.tokens == "step" for mlp in self._experts().values())
+        return any(mlp.balance.weight > 0 and mlp.balance.tokens == "step" for mlp in self.experts().values())
 
-    def _experts(self) -> dict[str, ExpertsSection]:
+    def experts(self) -> dict[str, ExpertsSection]:
         """The experts of each block that has some."""
         return {name: block.mlp for name, block in self.blocks.items() if isinstance(block.mlp, ExpertsSection)}
 

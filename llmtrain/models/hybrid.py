@@ -97,7 +97,7 @@ class HybridLM(nn.Module):
         self.losses: AttachedLosses | None = None
         self.ranks: TensorRanks | None = None
         self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
-        self.sends_embedding = False
+        self.receives_embedding = self.sends_embedding = False
 
     def stage(self, first: int, last: int) -> HybridLM:
         """Layers first .. last - 1 as a model: with the embedding if they are the first, with final norm and head if they are the
@@ -112,7 +112,8 @@ class HybridLM(nn.Module):
         part = copy.copy(self)
         part._modules, part._contexts = dict(self._modules), ContextCache()
         part.begins, part.ends = first == 0, last == len(self.blocks)
-        part.sends_embedding = any(layer.shared for layer in self.config.layer_list()[last:])
+        shared_later = [any(layer.shared for layer in self.config.layer_list()[end:]) for end in (first, last)]
+        part.receives_embedding, part.sends_embedding = shared_later[0] and not part.begins, shared_later[1]
         part.blocks = Selected({i: self.blocks[i] for i in range(first, last)})
         used = part.shared_uses()
         kept = {
@@ -137,10 +138,11 @@ class HybridLM(nn.Module):
         Raises UserError when a block cannot be divided.
         """
         self.ranks = ranks
-        self.embed.split(ranks)
+        if self.embed is not None:  # as a stage's may be
+            self.embed.split(ranks)
         if self.head is not None:
             self.head.split_output(ranks, [Part(self.config.vocab_size)])
-        for block in self._layers():
+        for block in self.layer_blocks():
             block.split(ranks)
         for copies in cast("Iterable[Iterable[SharedAttention]]", self.shared.values()):
             for shared in copies:
@@ -158,7 +160,7 @@ class HybridLM(nn.Module):
             x = embedding = self._embedded(inputs, context)
         else:
             x, embedding = inputs if isinstance(inputs, tuple) else (inputs, inputs)
-        last = len(self.blocks) - 1
+        last = len(self.blocks) - 1 if self.ends else None
         for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
             x = block(x, embedding, block_context, context.only if layer == last else None)
         if not self.ends:
@@ -235,9 +237,10 @@ class HybridLM(nn.Module):
 
     def layer_mixers(self) -> list[LayerMixers]:
         """Every layer's mixer, and that of the shared block which feeds the layer, in order."""
-        return [(block.mixer, block.shared_mixer) for block in self._layers()]
+        return [(block.mixer, block.shared_mixer) for block in self.layer_blocks()]
 
-    def _layers(self) -> Iterator[Block]:
+    def layer_blocks(self) -> Iterator[Block]:
+        """The layers, in order."""
         # A checkpoint wrapper passes attributes on.
         return iter(cast("Iterable[Block]", self.blocks))
 
@@ -267,7 +270,7 @@ class HybridLM(nn.Module):
 
     def shared_uses(self) -> list[SharedAttention]:
         """The shared block of each use, in order."""
-        return [block.shared_input.shared for block in self._layers() if block.shared_input is not None]
+        return [block.shared_input.shared for block in self.layer_blocks() if block.shared_input is not None]
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         """FLOP of training on one sequence. See flops/count.py for what `causal` means, and for layers below the first trained."""
@@ -277,7 +280,7 @@ class HybridLM(nn.Module):
             tied = Flops.with_weight(head, self.head_weight.requires_grad)
             total = tied if self.head is None else self.head.flops(seq_len)
         backward = self.layers_with_backward()
-        for index, block in enumerate(self._layers()):
+        for index, block in enumerate(self.layer_blocks()):
             flops = block.flops(seq_len, causal)
             total += flops if index in backward else flops.without_backward()
         reached = bool(backward) or is_trained(self.norm)
@@ -286,7 +289,7 @@ class HybridLM(nn.Module):
     def layers_with_backward(self) -> dict[int, Block]:
         """The layers, by their places in the model, through which gradients go: all where the embedding is trained, else those from
         the first trained on."""
-        layers = list(self._layers())
+        layers = list(self.layer_blocks())
         parts = [[part for part in (self.embed, self.positions) if part is not None]]
         parts += [[block, *([] if block.shared_input is None else [block.shared_input.shared])] for block in layers]
         first = next((i for i, some in enumerate(parts) if any(map(is_trained, some))), len(parts))

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.context import Context
+from llmtrain.models.hybrid import Stream
 from llmtrain.models.loss import LossOutput
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.objectives.sections import ObjectiveSection
@@ -88,9 +89,11 @@ def compute_loss(
     return loss_in(model.context(batch["input_ids"], batch.get("document_ids"), segments), model, objective, batch)
 
 
-def loss_in(context: Context, model: CausalLM, objective: Objective, batch: Batch) -> LossOutput:
-    """The same in a context that the caller has made."""
-    return context.with_attached(_computed(context, model, batch, objective.loss))
+def loss_in(
+    context: Context, model: CausalLM, objective: Objective, batch: Batch, inputs: Stream | None = None
+) -> LossOutput:
+    """The same in a context that the caller has made. inputs: what the last stage of a pipeline reads, instead of token ids."""
+    return context.with_attached(_computed(context, model, batch, objective.loss, inputs))
 
 
 @torch.no_grad()
@@ -105,5 +108,12 @@ def without_gradient(
     return _computed(context, model, batch, compute)
 
 
-def _computed(context: Context, model: CausalLM, batch: Batch, compute: Callable[[Outputs, Batch], Result]) -> Result:
-    return model(batch["input_ids"], context, lambda hidden, head: compute(Outputs(model, hidden, head), batch))
+def _computed(
+    context: Context,
+    model: CausalLM,
+    batch: Batch,
+    compute: Callable[[Outputs, Batch], Result],
+    inputs: Stream | None = None,
+) -> Result:
+    read = batch["input_ids"] if inputs is None else inputs
+    return model(read, context, lambda hidden, head: compute(Outputs(model, hidden, head), batch))

@@ -235,7 +235,7 @@ def host_bytes(config: Config) -> int:
     if not train.activation_checkpointing.offload:
         return 0
     width = 2 if train.precision == "amp_bf16" else 4
-    tokens = config.data.seq_len // train.parallel.ranks * train.least_microbatch
+    tokens = config.data.seq_len // train.parallel.of_stage * train.least_microbatch
     return width * config.model.d_model * tokens * sum(map(train.activation_checkpointing.recomputes, range(layers)))
 
 

@@ -14,6 +14,7 @@ from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.init_from import InitialWeights
 from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.pipeline import pipeline_problems
 from llmtrain.schema.schedule import schedule_problems
 from llmtrain.schema.training import (
     CheckpointConfig,
@@ -79,6 +80,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.draws_in_training)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
+        yield from pipeline_problems(self)
         yield from self._checkpointing_problems()
         yield from self._profile_problems()
         yield from schedule_problems(self)
@@ -197,8 +199,10 @@ class Config(Section):
             yield Problem(
                 key, tensor, f"cannot divide {'; '.join(misfits)}. This model is divided by {', '.join(fitting)}"
             )
-        if shard_size is not None and shard_size % parallel.ranks:
-            text = f"makes groups of {parallel.ranks} ranks, which must divide train.sharding.shard_size ({shard_size})"
+        if shard_size is not None and shard_size % parallel.of_stage:
+            text = (
+                f"makes groups of {parallel.of_stage} ranks, which must divide train.sharding.shard_size ({shard_size})"
+            )
             yield Problem(key, tensor, text)
         of_whole = {"muon": "orthogonalises whole matrices", "adamw_8bit": "makes scales of whole rows"}
         if (kind := self.optimizer.type) in of_whole:

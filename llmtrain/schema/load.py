@@ -14,6 +14,7 @@ from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.yaml_source import read_file
 from llmtrain.models.backends import backend_problems
 from llmtrain.schema.config import Config
+from llmtrain.schema.pipeline import microbatch_problems
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,11 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
         return
     train, parallel = config.train, config.train.parallel
     if world_size % parallel.ranks:
-        if 1 in (parallel.context, parallel.tensor):
-            key = "context" if parallel.tensor == 1 else "tensor"
-            yield Problem(f"train.parallel.{key}", parallel.ranks, f"must divide the number of ranks ({world_size})")
+        given = [key for key in ("pipeline", "context", "tensor") if getattr(parallel, key) > 1]
+        if len(given) == 1:
+            yield Problem(
+                f"train.parallel.{given[0]}", parallel.ranks, f"must divide the number of ranks ({world_size})"
+            )
         else:
             text = f"share samples between {parallel.ranks} ranks, which must divide the number of ranks ({world_size})"
             yield Problem("train.parallel", parallel.describe(), text)
@@ -79,9 +82,12 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
             train.global_batch_size,
             f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); {config.batch_remedy(groups)}",
         )
-    size = train.sharding.shard_size
-    if size is not None and world_size % size:
-        yield Problem("train.sharding.shard_size", size, f"must divide the number of ranks ({world_size})")
+    else:
+        yield from microbatch_problems(train, groups)
+    size, ranks = train.sharding.shard_size, world_size // parallel.pipeline
+    if size is not None and ranks % size:
+        of = f"ranks ({world_size})" if parallel.pipeline == 1 else f"ranks of a stage ({ranks})"
+        yield Problem("train.sharding.shard_size", size, f"must divide the number of {of}")
 
 
 def _backend_problems(config: Config, wrong: set[str]) -> Iterator[Problem]:

@@ -103,6 +103,10 @@ class Parallel(Section):
     tensor: PositiveInt = free(1)
     """Tensor parallelism: so many consecutive ranks, best of one node, share every layer: each has some of its heads and channels,
     and between layers some of the tokens. They read the same samples; results are those of one rank."""
+    pipeline: PositiveInt = free(1)
+    """Pipeline parallelism: so many stages, equal parts of the ranks one after the other, hold consecutive layers of about the same
+    FLOPs each, and hand the activations of microbatches on (1F1B, arXiv:2104.04473). Ranks of a stage share sequences and layers as
+    above, and are data-parallel otherwise. Results are those of one rank."""
     async_tensor: Literal["auto", "on", "off"] = free("auto")
     """Compute the exchanges of tensor-parallel ranks piecewise beside the matrix products that they feed or follow, through
     PyTorch's symmetric memory. auto: where layers are compiled, on NVIDIA GPUs of one node that read each other's memory; a line
@@ -115,11 +119,18 @@ class Parallel(Section):
     @property
     def ranks(self) -> int:
         """Ranks that read the same samples."""
+        return self.pipeline * self.of_stage
+
+    @property
+    def of_stage(self) -> int:
+        """Ranks of one stage that read the same samples."""
         return self.context * self.tensor
 
     def describe(self) -> str:
         """The settings that are not 1, as in `context = 2 x tensor = 4`."""
-        return " x ".join(f"{name} = {n}" for name in ("context", "tensor") if (n := getattr(self, name)) > 1)
+        return " x ".join(
+            f"{name} = {n}" for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1
+        )
 
 
 class SpikeConfig(Section):
@@ -230,7 +241,7 @@ class TrainConfig(Section):
         """Reason for which ranks exchange more than weights before and gradients after all microbatches of a step."""
         sharding, microbatches = self.sharding, -(-self.global_batch_size // (self.least_microbatch * ranks))
         if self.parallel.ranks > 1:
-            return "ranks that share sequences or layers exchange tensors within a microbatch"
+            return "ranks that share sequences, layers or the model exchange tensors within a microbatch"
         if sharding.strategy != "grad_op" or (microbatches > 1 and sharding.sync_every_microbatch is not False):
             return (
                 f"{ranks} ranks gather weights or reduce gradients in every microbatch (not so with train.sharding: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import secrets
@@ -294,7 +295,6 @@ class Server:
         rest: AsyncIterator[Piece],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(http)
         head = head | {"object": form.chunk_object}
 
         async def send(data: dict[str, Any] | str) -> None:
@@ -312,15 +312,17 @@ class Server:
             offsets[piece.choice] += len(piece.text)
             await send(head | {"choices": [made]})
 
-        try:
-            await chunk(first)
-            async for piece in rest:
-                await chunk(piece)
-        except RunError as error:
-            await send({"error": {"message": str(error), "type": "server_error", "param": None, "code": 503}})
-        else:
-            if body.stream_options.include_usage:
-                await send(head | {"choices": [], "usage": usage(requests)})
-            await send("[DONE]")
-        await response.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # the client has gone away
+            await response.prepare(http)
+            try:
+                await chunk(first)
+                async for piece in rest:
+                    await chunk(piece)
+            except RunError as error:
+                await send({"error": {"message": str(error), "type": "server_error", "param": None, "code": 503}})
+            else:
+                if body.stream_options.include_usage:
+                    await send(head | {"choices": [], "usage": usage(requests)})
+                await send("[DONE]")
+            await response.write_eof()
         return response

@@ -31,6 +31,8 @@ from llmtrain.train.graphs.cuda_graphs import GraphedLoss, graphed_loss
 from llmtrain.train.microbatch import choose_microbatch, of_size
 from llmtrain.train.optim import build_optimizer, learning_rates
 from llmtrain.train.parallel import parallelize
+from llmtrain.train.pipeline.schedule import PipelineStep
+from llmtrain.train.pipeline.stages import StagedLM
 from llmtrain.train.step import GradientSync, Step
 
 
@@ -60,7 +62,10 @@ class Training:
     def step(self, group: dist.ProcessGroup) -> Step:
         """group: of all ranks, for messages in host memory."""
         sync, size = GradientSync(self.model, self.config.train.sharding), self.config.train.least_microbatch
-        return Step(self.model, self.objective, size, sync, group, self.segments, self.graphs)
+        kind = PipelineStep if isinstance(self.model, StagedLM) else Step
+        parallel = self.config.train.parallel
+        copies = parallel.pipeline * parallel.tensor
+        return kind(self.model, self.objective, size, sync, group, self.segments, self.graphs, copies)
 
     def load(self, found: LocalCheckpoint, verify_base: bool = False) -> None:
         """Weights, optimizer and parts of a checkpoint whose hashes were verified; verify_base: verify those of one beneath it."""
@@ -87,12 +92,14 @@ def build(config: Config, world: World, device: torch.device) -> Training:
     with torch.device("meta"):
         model = HybridLM(config.model, dtype=getattr(torch, train.dtype), documents=config.data.mask_documents)
     require_same_kernels(model.chosen_kernels(), world)
-    causal_lm, objective = CausalLM(model, train.loss), build_objective(config.objective)
+    causal_lm = (StagedLM if train.parallel.pipeline > 1 else CausalLM)(model, train.loss)
+    objective = build_objective(config.objective)
     plain, sizes = dict(model.named_parameters()), parameter_sizes(config)
     resolved = resolved_config(config, sizes, world, device)
     # Before checkpointing wraps the layers.
     cost = token_cost(adapted(model, config.adapt), resolved.train, config.data.seq_len, device)
-    segments = parallelize(causal_lm, resolved.train, world, device, config.adapt)
+    segments = parallelize(causal_lm, resolved.train, world, device, config.adapt, config.data.seq_len)
+    model = causal_lm.hybrid  # this rank's stage, perhaps
     added = frozenset(info.name for info in parameter_info(model).values()) - plain.keys()
     optimizer = build_optimizer(model, config.optimizer)
     if train.float8 is not None and train.float8.gathers:

@@ -57,14 +57,13 @@ def data_spec(
     objective: Objective,
     segments: ContextParallelRanks | None = None,
     ranks: TensorRanks | None = None,
+    counts: bool = True,
 ) -> DataSpec:
     """Wrapper by which Composer counts samples and tokens, as throughput and schedules do, and splits batches of validation.
 
     segments: this rank's, where ranks share sequences. The loader's batches are of whole ones, microbatches of this rank's part.
-    ranks: tensor-parallel ones; microbatches are the same on all of them.
+    ranks: tensor-parallel ones; microbatches are the same on all of them. counts: this rank counts; Composer adds up the ranks'.
     """
-    # Composer adds up the ranks' counts.
-    counts = (segments is None or segments.rank == 0) and (ranks is None or ranks.rank == 0)
     return DataSpec(
         loader,
         split_batch=lambda batch, size: microbatches(batch, int(size), objective, segments, ranks),

@@ -1,5 +1,5 @@
-"""Tensor parallelism -> converters (float8, adapters) -> context parallelism -> activation checkpointing -> compile -> FSDP2 ->
-memory, in that order, in one function.
+"""Stages of a pipeline -> tensor parallelism -> converters (float8, adapters) -> context parallelism -> activation checkpointing ->
+compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
@@ -34,25 +34,36 @@ from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
+from llmtrain.train.pipeline.stages import StagedLM
 from llmtrain.train.ranks.async_tensor import overlap_products
 from llmtrain.train.ranks.host_inputs import HostInputs
 
 
 def parallelize(
-    model: CausalLM, config: TrainConfig, world: World, device: torch.device, adapt: AdaptConfig | None = None
+    model: CausalLM,
+    config: TrainConfig,
+    world: World,
+    device: torch.device,
+    adapt: AdaptConfig | None = None,
+    seq_len: int | None = None,
 ) -> ContextParallelRanks | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set. adapt: of the config.
+    seq_len: as StagedLM.begin's.
 
-    Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them.
+    Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them. `model.hybrid` is
+    then this rank's stage.
 
-    The order matters. Tensor parallelism divides parameters, for which float8 and context parallelism choose kernels, whose
-    operators checkpointing has to know. Converters replace linear layers, so nothing may hold one yet. Checkpointing wraps a layer,
-    so that compilation sees (and may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay
-    outside the graph, which therefore has no break; memory comes last, so that a rank only ever holds its own shard.
+    The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor parallelism divides parameters, for
+    which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters replace linear
+    layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
+    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no break; memory comes
+    last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
     sharding = fsdp_mesh(mesh)
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
+    if isinstance(model, StagedLM):
+        model.begin(mesh, seq_len)
     if ranks is not None:
         model.hybrid.split(ranks)
         ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
@@ -166,23 +177,25 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
 
 
 def device_mesh(config: TrainConfig, world: World, device: torch.device) -> DeviceMesh:
-    """All ranks, over the dimensions (replicate, shard, context, tensor), consecutive ranks in the last one; replicate is there
-    for hybrid sharding alone, context and tensor where they are more than 1. Raises UserError where a size does not divide another.
-    """
-    sharding, context, tensor = config.sharding, config.parallel.context, config.parallel.tensor
-    size = sharding.shard_size or world.local_size if sharding.strategy == "hybrid" else world.size
-    if world.size % size:
-        raise UserError(f"train.sharding.shard_size = {size} does not divide the {world.size} ranks")
+    """All ranks, over the dimensions (stage, replicate, shard, context, tensor), consecutive ranks in the last one; replicate is
+    there for hybrid sharding alone, stage, context and tensor where they are more than 1. Raises UserError where a size does not
+    divide another."""
+    sharding, context, tensor, stages = config.sharding, config.parallel.context, config.parallel.tensor, world.pipeline
+    of_stage = world.size // stages
+    size = min(sharding.shard_size or world.local_size, of_stage) if sharding.strategy == "hybrid" else of_stage
+    if of_stage % size:
+        raise UserError(f"train.sharding.shard_size = {size} does not divide the {of_stage} ranks")
     shared = context * tensor
     if size % shared:
         raise UserError(
             f"train.parallel takes {shared} ranks (context {context} x tensor {tensor}), which do not divide the {size} ranks that "
             "share one model"
         )
-    dimensions = {"replicate": world.size // size, "shard": size // shared, "context": context, "tensor": tensor}
+    dimensions = {"stage": stages, "replicate": of_stage // size}
+    dimensions |= {"shard": size // shared, "context": context, "tensor": tensor}
     if sharding.strategy != "hybrid":
         del dimensions["replicate"]
-    for name in ("context", "tensor"):
+    for name in ("stage", "context", "tensor"):
         if dimensions[name] == 1:
             del dimensions[name]
     return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
@@ -211,7 +224,8 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if context := sizes.pop("context", None):
         sizes["shard"] *= context
         mesh = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh if "tensor" not in sizes else mesh[tuple(name for name in sizes if name != "tensor")]
+    names = tuple(name for name in sizes if name not in ("stage", "tensor"))
+    return mesh if len(names) == len(sizes) else mesh[names]
 
 
 def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig, adapt: AdaptConfig | None = None) -> None:

@@ -125,7 +125,7 @@ def compute_reference(
         for number, sample in enumerate(ids):
             own[sample] = (documents[rows == number], values[rows == number])
     everyone: list[dict[int, tuple[NDArray, NDArray]]] = [{}] * world.size
-    dist.all_gather_object(everyone, own if world.rank % world.replication == 0 else {})
+    dist.all_gather_object(everyone, own if world.is_first_reader else {})
     of_samples = {sample: one for some in everyone for sample, one in some.items()}
     width = max((int(documents.max()) + 1 for documents, _ in of_samples.values() if len(documents)), default=2)
     result = np.full((samples.num_samples, width), np.nan, np.float32)

@@ -27,7 +27,7 @@ def write_resolved(folder: Path, training: Training, given: Config, world: World
         decided["train.cuda_graphs"] = "on" if training.graphs is not None else "off"
     if "train.parallel.async_tensor" in decided and model.ranks is not None:
         decided["train.parallel.async_tensor"] = "on" if model.ranks.overlapped else "off"
-    ranks = {"data": world.data_size, "context": world.context, "tensor": world.tensor}
+    ranks = {"data": world.data_size, "context": world.context, "tensor": world.tensor, "pipeline": world.pipeline}
     lengths = {"total": schedule.total, "warmup": schedule.warmup, "decay": schedule.decay}
     train = config.train.model_dump(mode="json")
     found = {key: train[key] for key in _KEYS} | {"decided": decided, "ranks": ranks, "schedule": lengths}

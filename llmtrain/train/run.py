@@ -36,7 +36,7 @@ from llmtrain.train.extend import extension_notice
 from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
-from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.pipeline.gradients import shared_gradients
 from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
@@ -68,10 +68,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     Raises UserError when the folder holds a run whose config means something else, or is not one for all nodes; SaveError
     when the last checkpoint could not be written; Preempted when SIGTERM ended the run early, with a checkpoint.
     """
-    folder, verify = Path(config.run_dir), config.checkpoint.verify
+    folder, verify, parallel = Path(config.run_dir), config.checkpoint.verify, config.train.parallel
     with start_phase("process group"):
         device = initialize()
-    world = world_from_environment().split(config.train.parallel.context, config.train.parallel.tensor)
+    world = world_from_environment().split(parallel.context, parallel.tensor, parallel.pipeline)
     torch.use_deterministic_algorithms(config.train.deterministic)
     require_shared(folder, world)
     with start_phase("search for checkpoints"):
@@ -87,6 +87,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             global_batch_size=config.train.global_batch_size,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            stages=world.pipeline,
             trained_only=config.objective.trained_only,
         )
     validation = Validation(training, world)
@@ -111,8 +112,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
-    gradients = ranks and TensorGradients(model.hybrid, ranks)
-    stability = Stability(config.train, training.spikes, gradients, rewind and rewind.ask)
+    stability = Stability(config.train, training.spikes, shared_gradients(model), rewind and rewind.ask)
     with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
             training.step(checkpoints.preemption.group),
@@ -122,7 +122,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
             precision="fp32",
             optimizers=training.optimizer,
-            train_dataloader=data_spec(loader, objective, segments, ranks),
+            train_dataloader=data_spec(loader, objective, segments, ranks, counts=world.is_first_reader),
             eval_dataloader=validation.evaluators(),
             eval_interval=f"{steps(config.eval.interval)}ba",
             max_duration=f"{schedule.total}ba",
@@ -132,7 +132,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 Watchdog(folder, world),
                 StepRNG(config.seed),
                 LearningRate(schedule, training.peaks),
-                *layer_parts(model.hybrid, stability),
+                *layer_parts(model, stability),
                 stability,
                 *([training.average] if training.average is not None else []),
                 Throughput(training.cost),

@@ -21,6 +21,8 @@ from llmtrain.schema.training import Sharding
 from llmtrain.train.batches import microbatches
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss
 
+Part = dict[str, Any]
+"""A microbatch in host memory (batches.py)."""
 Observer = Callable[[str, Batch, LossOutput | None], None]
 """Called at each moment of a microbatch, by Composer's names of events: before_forward, without a loss yet, after_forward,
 before_loss, after_loss, before_backward, after_backward."""
@@ -73,6 +75,7 @@ class Step:
 
     segments: this rank's, where ranks share sequences. graphs: while they may launch microbatches, of which all are alike to them,
     none is marked for FSDP2; they hand their gradients over after the last one. group: of all ranks, for messages in host memory.
+    copies: ranks that count the same labels.
     """
 
     def __init__(
@@ -84,23 +87,31 @@ class Step:
         group: dist.ProcessGroup,
         segments: ContextParallelRanks | None = None,
         graphs: GraphedLoss | None = None,
+        copies: int = 1,
     ):
         self.model, self.objective, self.size, self.sync, self.group = model, objective, size, sync, group
-        self.segments, self.graphs = segments, graphs
+        self.segments, self.graphs, self.copies = segments, graphs, copies
 
     def forward_backward(self, batch: Batch, observe: Observer) -> StepResult:
         """Add the gradients of a batch, the same for all ranks of a context- or tensor-parallel group, to those of the parameters.
         Every rank calls it."""
         parts = microbatches(batch, self.size, self.objective, self.segments, self.model.hybrid.ranks)
         labels, *further = summed(self.group, *map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
-        mean, marks = labels / dist.get_world_size(), self.graphs is None or not self.graphs.microbatches
+        mean = labels / dist.get_world_size()
         for part in parts:
             part["step_counts"] = (labels, *further)
         if self.objective.has_step_sums:
             self._add_step_sums(parts)
-        losses: dict[str, Tensor] = {}
         if self.model.hybrid.losses is not None:
             self.model.hybrid.losses.reset()
+        losses = self._passes(parts, mean, observe)
+        attached = self.model.hybrid.losses
+        return StepResult(losses if attached is None else losses | attached.terms, labels // self.copies)
+
+    def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
+        """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""
+        losses: dict[str, Tensor] = {}
+        marks = self.graphs is None or not self.graphs.microbatches
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             if marks:
@@ -109,11 +120,9 @@ class Step:
             if last and self.graphs is not None:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
-        attached = self.model.hybrid.losses
-        copies = 1 if self.model.hybrid.ranks is None else self.model.hybrid.ranks.size
-        return StepResult(losses if attached is None else losses | attached.terms, labels // copies)
+        return losses
 
-    def _add_step_sums(self, parts: list[dict[str, Any]]) -> None:
+    def _add_step_sums(self, parts: list[Part]) -> None:
         """Give every microbatch the sums of Objective.step_sums."""
         self.sync.mark(False)
         sums = [

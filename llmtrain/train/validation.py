@@ -20,7 +20,7 @@ class Validation:
 
     def __init__(self, training: Training, world: World):
         config = training.config
-        self.training = training
+        self.training, self.counts = training, world.is_first_reader
         self.size = config.eval.microbatch_size or config.train.least_microbatch
         self.loader: ValidationLoader | None = build_validation_loader(
             config.data,
@@ -28,6 +28,7 @@ class Validation:
             max_samples=config.eval.max_samples,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
+            stages=world.pipeline,
             trained_only=config.objective.trained_only,
         )
         self.streams: dict[str, range] = {}
@@ -44,7 +45,7 @@ class Validation:
         if self.loader is None:
             return []
         of, ranks = self.training, self.training.model.hybrid.ranks
-        spec = data_spec(self.loader, of.objective, of.segments, ranks)
+        spec = data_spec(self.loader, of.objective, of.segments, ranks, self.counts)
         return [Evaluator(label="validation", dataloader=spec, device_eval_microbatch_size=self.size)]
 
 

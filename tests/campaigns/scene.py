@@ -78,7 +78,9 @@ READERS = {
     "data verify": Reader(["data", "verify", "data"], _SHARDS),
     "prepare": Reader(["prepare", "texts", "--vocab-size", "300", *FROM_TEXT], (), ("texts/*",)),
     "prepare tokens": Reader(
-        ["prepare", "tokens/a.npy", "tokens", "--tokenizer", "hf", *FROM_TEXT], (), ("tokens/*", "hf/tokenizer*")
+        ["prepare", "tokens/a.npy", "tokens", "--tokenizer", "hf", *FROM_TEXT],
+        ("tokens/b.ds.index", "tokens/c.idx"),
+        ("tokens/[abc].npy", "tokens/*.ds", "tokens/*.bin", "hf/tokenizer*"),
     ),
     "prepare again": Reader(
         ["prepare", "texts", "--vocab-size", "300", *FROM_TEXT[:-1], "again"],

@@ -116,7 +116,7 @@ def test_verify_of_a_pipe_does_not_hang(place, capsys):
     os.mkfifo(manifest)
     status, lines, said = checkpoint(capsys, "verify", place)
     if place.startswith("file://"):
-        assert status == 2 and "step-00000020/manifest.json is neither a file nor a folder" in said
+        assert status == 2 and "step-00000020/manifest.json is not a regular file" in said
     else:
         assert status == 1 and [line.split()[1] for line in lines] == ["good", "WRONG:", "good"]
 

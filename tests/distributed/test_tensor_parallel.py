@@ -93,7 +93,24 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("meshes", [MESHES[:2], pytest.param(MESHES, marks=SLOW)], ids=["two meshes", "eight meshes"])
+STAGES = [
+    (2, {"train.parallel.pipeline": 2}),
+    (4, {"train.parallel": {"pipeline": 2, "tensor": 2}}),
+    (1, {}),
+    (3, {"train.parallel.pipeline": 3}),
+    (4, {"train.parallel.pipeline": 2}),
+    (2, {}),
+    (4, {"train.parallel": {"pipeline": 2, "context": 2}}),
+    (4, {"train.parallel.pipeline": 2, "train.sharding": {"strategy": "hybrid", "shard_size": 1}}),
+]
+"""Meshes with stages."""
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [[MESHES[1], *STAGES[:3]], pytest.param(MESHES, marks=SLOW), pytest.param(STAGES, marks=SLOW)],
+    ids=["four meshes", "eight meshes", "eight meshes with stages"],
+)
 def test_a_checkpoint_keeps_every_bit_through_other_meshes_and_back(ranks, shards, tmp_path, meshes):
     """One group of B and C, and two heads of keys and values, over four ranks; 5 rows of `down` over two: uneven shards."""
     blocks = {

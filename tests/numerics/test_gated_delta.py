@@ -1,4 +1,4 @@
-"""The chunked gated delta rule against the recurrence it stands for, one token at a time in float64."""
+"""The chunked delta rules, gated by head or by channel, against the recurrence, one token at a time in float64."""
 
 import os
 import random
@@ -11,21 +11,33 @@ from torch import Tensor
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.step import gated_delta_step
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.operation import operation, wide
 from tests.support import kernels as support
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261123"))
 BATCH, H, K, V = 2, 4, 5, 6
 NAMES = ("q", "k", "v", "log_decay", "beta", "initial_state")
+RULES = {"gated_delta": GatedDeltaSpec, "kimi_delta": KimiDeltaSpec}
+
+
+@pytest.fixture(params=RULES)
+def delta(request):
+    """The specification of either rule."""
+    return RULES[request.param]
+
+
+def rule_of(spec: GatedDeltaSpec) -> registry.Operation:
+    return "kimi_delta" if isinstance(spec, KimiDeltaSpec) else "gated_delta"
 
 
 def kernel_of(spec: GatedDeltaSpec):
-    return registry.resolve("gated_delta", "auto", spec, platform.cpu()).build(spec, platform.cpu())
+    return registry.resolve(rule_of(spec), "auto", spec, platform.cpu()).build(spec, platform.cpu())
 
 
 def recurrence(q, k, v, log_decay, beta, state=None) -> tuple[Tensor, Tensor]:
-    """The paper's equation 10 with the matrices written out: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T;
-    y_t = S_t q_t. The state is S^T here."""
+    """Equation 10 of arXiv:2412.06464 with the matrices written out: S_t = S_(t-1) alpha_t (I - beta_t k_t k_t^T) +
+    beta_t v_t k_t^T; y_t = S_t q_t. By channel (arXiv:2510.26692, equation 1) alpha_t is a diagonal matrix. The state is S^T."""
     (batch, seq_len, heads, d_value), d_key = v.shape, k.shape[3]
     q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k))
     S = torch.zeros(batch, heads, d_value, d_key, dtype=v.dtype) if state is None else state.mT
@@ -33,7 +45,8 @@ def recurrence(q, k, v, log_decay, beta, state=None) -> tuple[Tensor, Tensor]:
     for t in range(seq_len):
         key, scale = k[:, t, :, :, None], beta[:, t, :, None, None]
         keep = torch.eye(d_key, dtype=v.dtype) - scale * key @ key.mT
-        S = S @ (log_decay[:, t, :, None, None].exp() * keep) + scale * v[:, t, :, :, None] @ key.mT
+        decay = log_decay[:, t].view(batch, heads, 1, -1).exp()
+        S = (S * decay) @ keep + scale * v[:, t, :, :, None] @ key.mT
         ys.append((S @ q[:, t, :, :, None])[..., 0])
     return torch.stack(ys, 1), S.mT
 
@@ -42,7 +55,7 @@ def inputs(
     spec: GatedDeltaSpec, seq_len: int, with_state: bool, seed: int = 0, most: float = 1.0, batch: int = BATCH
 ) -> list[Tensor]:
     """Leaves in float64."""
-    rule, options = operation("gated_delta"), {"most": most, "state": with_state}
+    rule, options = operation(rule_of(spec)), {"most": most, "state": with_state}
     return wide(rule.inputs(replace(spec, dtype="float64"), batch, seq_len, "cpu", 1000 * seed + seq_len, **options)[0])
 
 
@@ -55,47 +68,49 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor], tolerance: float = 
 
 
 CASES = {
-    "one chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=16), 16, False),
-    "shorter than a chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=16), 5, True),
-    "one token": (GatedDeltaSpec(H, H, K, V), 1, True),
-    "whole chunks": (GatedDeltaSpec(H, H, K, V, chunk_size=8), 32, False),
-    "a ragged last chunk": (GatedDeltaSpec(H, H, K, V, chunk_size=8), 27, True),
-    "chunks of one token": (GatedDeltaSpec(H, H, K, V, chunk_size=1), 7, True),
-    "grouped keys": (GatedDeltaSpec(H, 2, K, V, chunk_size=8), 27, True),
-    "one key head": (GatedDeltaSpec(H, 1, K, V, chunk_size=8), 20, False),
-    "chunks of the default size": (GatedDeltaSpec(H, 2, K, V), 150, True),
+    "one chunk": ((H, 16), 16, False),
+    "shorter than a chunk": ((H, 16), 5, True),
+    "one token": ((H, 64), 1, True),
+    "whole chunks": ((H, 8), 32, False),
+    "a ragged last chunk": ((H, 8), 27, True),
+    "chunks of one token": ((H, 1), 7, True),
+    "grouped keys": ((2, 8), 27, True),
+    "one key head": ((1, 8), 20, False),
+    "chunks of the default size": ((2, 64), 150, True),
 }
 
 
-@pytest.mark.parametrize("spec, seq_len, with_state", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("sizes, seq_len, with_state", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("most", [1.0, 2.0], ids=["", "negative eigenvalues"])
-def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, most):
+def test_chunked_form_equals_the_recurrence(delta, sizes, seq_len, with_state, most):
+    key_heads, chunk_size = sizes
+    spec = delta(H, key_heads, K, V, chunk_size=chunk_size)
     tensors = inputs(spec, seq_len, with_state, most=most)
     assert_equal(support.outcome(kernel_of(spec), tensors), support.outcome(recurrence, tensors))
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_random_shapes(case):
+def test_random_shapes(delta, case):
     rng = random.Random(f"{SEED} {case}")
     key_heads = rng.randint(1, 3)
-    spec = GatedDeltaSpec(
-        key_heads * rng.randint(1, 3), key_heads, rng.randint(1, 9), rng.randint(1, 9), chunk_size=rng.randint(1, 20)
-    )
+    sizes = (key_heads * rng.randint(1, 3), key_heads, rng.randint(1, 9), rng.randint(1, 9))
+    chunk = rng.randint(1, 20) if delta is GatedDeltaSpec else 2 ** rng.randint(0, 5)
+    spec = delta(*sizes, chunk_size=chunk)
     tensors = inputs(spec, rng.randint(1, 50), rng.random() < 0.5, case, rng.choice([1.0, 2.0]), rng.randint(1, 3))
     assert_equal(support.outcome(kernel_of(spec), tensors), support.outcome(recurrence, tensors))
 
 
-def test_fp32_is_as_close_as_it_can_be():
-    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+def test_fp32_is_as_close_as_it_can_be(delta):
+    spec = delta(H, 2, K, V, "float32")
     exact = inputs(spec, 150, True)
     ours = support.outcome(kernel_of(spec), [t.detach().float().requires_grad_() for t in exact])
     assert_equal(ours, support.outcome(recurrence, exact), 5e-5)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 13, 29])
-def test_the_state_continues_a_sequence(cut):
+def test_the_state_continues_a_sequence(delta, cut):
     """Also backwards: gradients pass through the state where a sequence is cut."""
-    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+    spec = delta(H, 2, K, V, chunk_size=8)
     kernel, tensors = kernel_of(spec), inputs(spec, 30, True)
 
     def in_two(*given):
@@ -109,9 +124,9 @@ def test_the_state_continues_a_sequence(cut):
 
 @pytest.mark.parametrize("lengths", [(30,), (8, 8, 14), (5, 1, 17, 7), (1,) * 30], ids=str)
 @pytest.mark.parametrize("with_state", [False, True])
-def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state):
+def test_documents_of_one_sequence_equal_the_documents_apart(delta, lengths, with_state):
     """Chunks of 8. The initial state goes to the first document; what is final is the last one's."""
-    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+    spec = delta(H, 2, K, V, chunk_size=8)
     tensors = inputs(spec, 30, with_state)
     ids = torch.cat([torch.full((BATCH, n), i) for i, n in enumerate(lengths)], 1)
 
@@ -127,8 +142,8 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
     assert_equal(support.outcome(lambda *t: kernel(*t, document_ids=ids), tensors), support.outcome(apart, tensors))
 
 
-def test_rows_have_their_own_documents():
-    spec = GatedDeltaSpec(H, 2, K, V, chunk_size=8)
+def test_rows_have_their_own_documents(delta):
+    spec = delta(H, 2, K, V, chunk_size=8)
     kernel, tensors = kernel_of(spec), [t.detach() for t in inputs(spec, 30, True)]
     ids = torch.tensor([[0] * 11 + [1] * 19, [3] * 24 + [4] * 6])
     y, final = kernel(*tensors, document_ids=ids)
@@ -137,9 +152,9 @@ def test_rows_have_their_own_documents():
         assert_equal([y[row : row + 1], final[row : row + 1]], list(alone))
 
 
-def test_strong_decay_gives_finite_gradients():
+def test_strong_decay_gives_finite_gradients(delta):
     """Above the diagonal the decay between two tokens would overflow: it must be masked before exp."""
-    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+    spec = delta(H, 2, K, V, "float32")
     tensors = [t.detach().float() for t in inputs(spec, 100, True)]
     tensors[3] = torch.full_like(tensors[3], -50.0)
     results = support.outcome(kernel_of(spec), [t.requires_grad_() for t in tensors])
@@ -147,10 +162,18 @@ def test_strong_decay_gives_finite_gradients():
     assert all(t.abs().max() < 1e3 for t in results)
 
 
+@pytest.mark.parametrize("decays", [(0.0, -1e-6, -5.0, -90.0, -1e4), (0.0,) * K, (-1e4,) * K], ids=str)
+def test_channels_that_forget_at_once_stand_beside_some_that_never_do(decays):
+    spec = KimiDeltaSpec(H, H, K, V)
+    tensors = inputs(spec, 150, True)
+    tensors[3] = torch.tensor(decays, dtype=torch.float64).expand_as(tensors[3]).clone().requires_grad_()
+    assert_equal(support.outcome(kernel_of(spec), tensors), support.outcome(recurrence, tensors))
+
+
 @pytest.mark.parametrize("most", [1.0, 2.0])
-def test_equal_keys_without_decay_stay_stable_in_fp32(most):
+def test_equal_keys_without_decay_stay_stable_in_fp32(delta, most):
     """The worst system: every token rewrites what the one before wrote."""
-    spec = GatedDeltaSpec(H, 2, K, V, "float32")
+    spec = delta(H, 2, K, V, "float32")
     exact = [t.detach() for t in inputs(spec, 512, False)]
     exact[1][:] = exact[1][:, :1].clone()
     exact[3].zero_()
@@ -161,8 +184,8 @@ def test_equal_keys_without_decay_stay_stable_in_fp32(most):
     assert (final.double() - state).norm() < 1e-4 * state.norm()
 
 
-def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
-    spec = GatedDeltaSpec(H, 2, K, V)
+def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32(delta):
+    spec = delta(H, 2, K, V)
     exact = [t.detach() for t in inputs(spec, 300, False)]
     narrow = [t.to(torch.bfloat16) for t in exact[:3]] + [t.float() for t in exact[3:]]
     expected, expected_state = recurrence(*(t.double() for t in narrow))
@@ -173,8 +196,8 @@ def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_a_step_is_one_token_of_the_recurrence(key_heads):
-    spec = GatedDeltaSpec(H, key_heads, K, V)
+def test_a_step_is_one_token_of_the_recurrence(delta, key_heads):
+    spec = delta(H, key_heads, K, V)
     *tokens, state = (t.detach() for t in inputs(spec, 9, True, most=2.0))
     expected, final = recurrence(*tokens, state=state)
     kept = state.clone()

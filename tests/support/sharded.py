@@ -5,13 +5,17 @@ from pathlib import Path
 import torch
 
 from llmtrain.checkpoint import save_load
-from llmtrain.distributed.world import world_from_environment
+from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.pipeline.gradients import shared_gradients
+from llmtrain.train.pipeline.schedule import PipelineStep
+from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.step import GradientSync
 
 
 def build(config: Config, seed: int = 1) -> tuple[HybridLM, torch.optim.Optimizer]:
@@ -24,14 +28,23 @@ def build_causal_lm(config: Config, seed: int = 1) -> tuple[CausalLM, torch.opti
     """The same, to be trained further."""
     with torch.device("meta"):
         model = HybridLM(config.model)
-    causal_lm = CausalLM(model)
-    parallelize(causal_lm, config.train, world_from_environment(), torch.device("cpu"))
+    parallel = config.train.parallel
+    causal_lm = (StagedLM if parallel.pipeline > 1 else CausalLM)(model)
+    world = world_from_environment().split(parallel.context, parallel.tensor, parallel.pipeline)
+    parallelize(causal_lm, config.train, world, torch.device("cpu"))
+    model = causal_lm.hybrid
     model.init_weights(seed)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(64).reshape(2, 32)
-    causal_lm.loss(tokens, tokens).loss.backward()
-    if model.ranks is not None:
-        TensorGradients(model, model.ranks).add_up()
+    if isinstance(causal_lm, StagedLM):
+        sync = GradientSync(causal_lm, config.train.sharding)
+        tokens = tokens.reshape(-1, 16)  # four microbatches
+        batch = {"input_ids": tokens, "labels": tokens, "sample_ids": torch.arange(len(tokens))}
+        PipelineStep(causal_lm, NextToken(), 1, sync, gloo_group()).forward_backward(batch, lambda *_: None)
+    else:
+        causal_lm.loss(tokens, tokens).loss.backward()
+    if (divided := shared_gradients(causal_lm)) is not None:
+        divided.add_up()
     optimizer.step()
     return causal_lm, optimizer
 

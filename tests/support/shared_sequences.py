@@ -13,18 +13,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmtrain.distributed.world import world_from_environment
+from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.batches import own_part
-from llmtrain.train.ranks.tensor_gradients import TensorGradients
+from llmtrain.train.pipeline.gradients import shared_gradients
+from llmtrain.train.pipeline.schedule import PipelineStep
+from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.step import GradientSync
 from tests.support.whole import whole_tensors
 
 VOCAB = 48
+_SIZES = {"vocab_size": VOCAB, "d_model": 16, "max_seq_len": 64}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Case:
     dtype: str = "float64"
 
     def model_config(self) -> ModelConfig:
-        settings = {"vocab_size": VOCAB, "d_model": 16, "max_seq_len": self.seq_len, **self.model}
+        settings = {**_SIZES, "max_seq_len": self.seq_len, **self.model}
         return ModelConfig.model_validate_json(json.dumps(settings))
 
     def train_config(self) -> TrainConfig:
@@ -82,9 +87,14 @@ def _mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
     return init_device_mesh(*args, **kwargs)
 
 
+@functools.cache
+def _gloo() -> dist.ProcessGroup:
+    return gloo_group()
+
+
 def _difference(case: Case) -> tuple[float, float, str]:
     train = case.train_config()
-    world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
+    world = world_from_environment().split(train.parallel.context, train.parallel.tensor, train.parallel.pipeline)
     documents = case.borders is not None
     torch.set_default_dtype(torch.float64)  # in which every rank draws the same batch
     batch = batch_of(case, world.data_size)
@@ -93,21 +103,27 @@ def _difference(case: Case) -> tuple[float, float, str]:
     torch.set_default_dtype(dtype)
     with torch.device("meta"):
         shared = HybridLM(case.model_config(), dtype=dtype, documents=documents)
-    causal_lm = CausalLM(shared, train.loss)
+    causal_lm = (StagedLM if world.pipeline > 1 else CausalLM)(shared, train.loss)
     segments = parallel.parallelize(causal_lm, train, world, torch.device("cpu"))
+    shared = causal_lm.hybrid
     shared.init_weights(case.seed)
     rows = slice(world.data_rank * case.samples, (world.data_rank + 1) * case.samples)
     part = {key: value[rows] for key, value in batch.items()}
-    part = own_part(part, segments, shared.ranks)
-    out = causal_lm.loss(part["input_ids"], part["labels"], part.get("document_ids"), segments)
-    # As Composer weighs them, which counts the labels of every rank: FSDP2 averages the ranks' gradients.
-    labelled = int((batch["labels"] != IGNORE).sum()) * world.tensor
-    (out.loss * out.n_tokens * (world.size / labelled)).backward()
-    loss = out.loss.detach() * out.n_tokens / labelled
+    if isinstance(causal_lm, StagedLM):
+        sync, copies = GradientSync(causal_lm, train.sharding), world.pipeline * world.tensor
+        step = PipelineStep(causal_lm, NextToken(), 1, sync, _gloo(), segments, None, copies)
+        result = step.forward_backward(part | {"sample_ids": torch.arange(case.samples)}, lambda *_: None)
+        loss = result.losses["total"] / world.size
+    else:
+        part = own_part(part, segments, shared.ranks)
+        out = causal_lm.loss(part["input_ids"], part["labels"], part.get("document_ids"), segments)
+        # As Composer weighs them, which counts the labels of every rank: FSDP2 averages the ranks' gradients.
+        labelled = int((batch["labels"] != IGNORE).sum()) * world.tensor
+        (out.loss * out.n_tokens * (world.size / labelled)).backward()
+        loss = out.loss.detach() * out.n_tokens / labelled
     dist.all_reduce(loss)
     norm = None
-    if shared.ranks is not None:
-        divided = TensorGradients(shared, shared.ranks)
+    if (divided := shared_gradients(causal_lm)) is not None:
         divided.add_up()
         norm = float(divided.clip(math.inf))
     gradients = whole_tensors(shared, lambda parameter: parameter.grad)
@@ -130,11 +146,13 @@ def _difference(case: Case) -> tuple[float, float, str]:
     return abs(float(loss / expected.loss) - 1), apart[worst], worst
 
 
-def random_case(seed: int, world_size: int) -> Case:
-    """A model, a mesh of so many ranks that share sequences or layers, and a batch, by the seed."""
+def random_case(seed: int, world_size: int, staged: bool = False) -> Case:
+    """A model, a mesh of so many ranks that share sequences or layers, and a batch, by the seed. staged: in stages too."""
     rng = random.Random(seed)
     sizes = range(1, world_size + 1)
-    context, tensor = rng.choice([(c, t) for c in sizes for t in sizes if c * t > 1 and world_size % (c * t) == 0])
+    meshes = [(p, c, t) for p in sizes for c in sizes for t in sizes if world_size % (p * c * t) == 0]
+    stages, context, tensor = rng.choice([(p, c, t) for p, c, t in meshes if (p > 1 if staged else p == 1 < c * t)])
+    world_size //= stages
     sharding: dict[str, Any] = {"strategy": rng.choice(["full", "grad_op", "hybrid"])}
     if sharding["strategy"] == "hybrid":
         group = context * tensor
@@ -146,13 +164,16 @@ def random_case(seed: int, world_size: int) -> Case:
     )
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
+    model = _random_model(rng, tensor)
+    while len(ModelConfig.model_validate_json(json.dumps(_SIZES | model)).layer_list()) < stages:
+        model = _random_model(rng, tensor)
     return Case(
-        model=_random_model(rng, tensor),
+        model=model,
         seq_len=rng.randint(2 * context, 6 * context + 20),
-        samples=rng.randint(1, 3),
+        samples=rng.randint(1, 3) if not staged else rng.randint(stages, stages + 3),
         borders=rng.choice([None, 0.05, 0.3]),
         train={
-            "parallel": {"context": context, "tensor": tensor},
+            "parallel": {"context": context, "tensor": tensor, "pipeline": stages},
             "sharding": sharding,
             "activation_checkpointing": checkpointing,
             "loss": {"type": rng.choice(["plain", "chunked"]), "z_loss": rng.choice([0.0, 1e-3]), "chunk_tokens": 16},
@@ -185,6 +206,7 @@ def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
             "qkv_bias": rng.choice([True, False]),
             "out_bias": rng.choice([True, False]),
             "output_gate": rng.choice([True, False]),
+            "sinks": rng.choice([True, False]),
         }
 
     def mamba() -> dict[str, Any]:
@@ -222,8 +244,40 @@ def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
             "d_conv": rng.randint(1, 5),
             "negative_eigenvalues": rng.choice([True, False]),
         },
+        "k": {
+            "type": "kimi_delta",
+            "n_heads": heads(6),
+            "key_head_dim": 4,
+            "value_head_dim": 6,
+            "d_conv": rng.randint(1, 5),
+            "lower_bound": rng.choice([None, -5.0]),
+        },
+        "l": {
+            "type": "latent_attention",
+            "n_heads": heads(6),
+            "q_rank": rng.choice([None, 5]),
+            "kv_rank": 6,
+            "nope_dim": 4,
+            "rope_dim": 2,
+            "value_dim": rng.choice([6, 5]),
+            "position": rng.choice([{"type": "none"}, {"type": "rotary"}]),
+        },
     }
-    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p", "g a", "g s+g", "m g w"]
+    layers = [
+        "a w",
+        "m m",
+        "m s+m m s+m",
+        "a m w",
+        "s+m w s+m",
+        "m p",
+        "g a",
+        "g s+g",
+        "m g w",
+        "k a",
+        "k w",
+        "l a",
+        "k l",
+    ]
     chosen = rng.choice(layers)
     return {
         "blocks": {name: block for name, block in blocks.items() if name in chosen},

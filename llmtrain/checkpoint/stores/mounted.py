@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file, sync_folder
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.config.regular_file import open_regular, read_bytes
@@ -31,10 +32,14 @@ class MountedStore:
         with self._failing(prefix):
             for path in sorted(self._root.rglob("*")):
                 name = path.relative_to(self._root).as_posix()
-                if not name.startswith(prefix) or _SENDING in path.name or path.is_dir():
+                if (
+                    not name.startswith(prefix)
+                    or _SENDING in path.name
+                    or (path.is_dir() and path.name != manifests.NAME)
+                ):
                     continue
-                if path.exists() and not path.is_file():  # a checkpoint with it would be passed over as one half sent
-                    raise StoreError(f"{self.url}/{name} is neither a file nor a folder; move it away")
+                if not path.is_file() and os.path.lexists(path):  # its checkpoint would be passed over as one half sent
+                    raise StoreError(f"{self.url}/{name} is not a regular file; move it away")
                 if path.is_file():
                     found[name] = path.stat().st_size
         return found

@@ -51,12 +51,14 @@ class TrainLoader(FailingLoader):
             batch = following
 
 
-def _ranks() -> tuple[int, int]:
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def _ranks(stages: int) -> tuple[int, int]:
+    """Rank and number of ranks of this rank's stage."""
+    size = int(os.environ.get("WORLD_SIZE", 1)) // stages
+    return int(os.environ.get("RANK", 0)) % size, size
 
 
-def _rank_batch_size(global_batch_size: int, replication: int) -> int:
-    world_size = _ranks()[1] // replication
+def _rank_batch_size(global_batch_size: int, replication: int, stages: int) -> int:
+    world_size = _ranks(stages)[1] // replication
     if global_batch_size % world_size:
         sharers = "ranks" if replication == 1 else f"groups of {replication} ranks"
         raise UserError(
@@ -88,18 +90,25 @@ def build_train_loader(
     global_batch_size: int,
     vocab_size: int | None = None,
     replication: int = 1,
+    stages: int = 1,
     trained_only: bool = False,
 ) -> TrainLoader:
-    """This rank's part of the training data: batches of global_batch_size * replication / WORLD_SIZE samples.
+    """This rank's part of the training data: batches of global_batch_size * replication * stages / WORLD_SIZE samples.
 
-    replication: consecutive ranks that read the same samples. trained_only: only tokens that are marked as trained are labels.
+    replication: consecutive ranks that read the same samples. stages: equal parts of the ranks, one after the other, that each read
+    all samples. trained_only: only tokens that are marked as trained are labels.
     Raises UserError if the ranks do not divide the batch, ShardError if the data has less than one global batch; its
     iterator, when a token is not below vocab_size.
     """
-    batch_size = _rank_batch_size(global_batch_size, replication)
+    batch_size = _rank_batch_size(global_batch_size, replication, stages)
     streams = [CachedStream.of(name, stream, data) for name, stream in data.train_streams().items()]
     dataset = TokenDataset(
-        data, streams, global_batch_size=global_batch_size, vocab_size=vocab_size, replication=replication
+        data,
+        streams,
+        global_batch_size=global_batch_size,
+        vocab_size=vocab_size,
+        replication=replication,
+        stages=stages,
     )
     return TrainLoader(dataset, batch_size=batch_size, drop_last=True, **_loader_options(data, trained_only))
 
@@ -119,10 +128,11 @@ class ValidationDataset(IterableDataset):
         global_batch_size: int,
         max_samples: int | None,
         replication: int = 1,
+        stages: int = 1,
     ) -> None:
-        """names: those of the streams of `data`. replication: consecutive ranks that read the same samples."""
+        """names: those of the streams of `data`. replication, stages: as build_train_loader's."""
         self.data = data
-        rank, world_size = (number // replication for number in _ranks())
+        rank, world_size = (number // replication for number in _ranks(stages))
         size = global_batch_size // world_size
         chosen = _evenly_spaced(data.num_samples, max_samples)
         begins = [int(begin) for begin in data.sample_offset_per_stream]
@@ -183,19 +193,21 @@ def build_validation_loader(
     max_samples: int | None = None,
     vocab_size: int | None = None,
     replication: int = 1,
+    stages: int = 1,
     trained_only: bool = False,
 ) -> ValidationLoader | None:
     """This rank's part of the validation data, not shuffled, or None if the config names none.
 
     Fillers have sample_id -1 and only ignored labels, so a mean over batches must be weighted by labels, and a rank's
-    batch may have none. max_samples: number of samples to take, evenly spaced. replication, trained_only: as build_train_loader's.
+    batch may have none. max_samples: number of samples to take, evenly spaced. replication, stages, trained_only: as
+    build_train_loader's.
     Raises UserError if the ranks do not divide the batch.
     """
     streams = data.validation_streams()
     if not streams:
         return None
-    batch_size = _rank_batch_size(global_batch_size, replication)
+    batch_size = _rank_batch_size(global_batch_size, replication, stages)
     cached = [CachedStream.of(name, stream, data) for name, stream in streams.items()]
     samples = TokenSamples(cached, seq_len=data.seq_len, vocab_size=vocab_size)
-    dataset = ValidationDataset(samples, list(streams), global_batch_size, max_samples, replication)
+    dataset = ValidationDataset(samples, list(streams), global_batch_size, max_samples, replication, stages)
     return ValidationLoader(dataset, batch_size=batch_size, **_loader_options(data, trained_only))

@@ -24,6 +24,15 @@ _PREDOWNLOAD_BATCHES = 8
 """Batches of a rank that are fetched ahead where the config does not say how many samples are."""
 
 
+def _of_stage(world: World, stages: int) -> World:
+    """The ranks of this rank's stage alone."""
+    if stages == 1:
+        return world
+    ranks, per_node = world.num_ranks // stages, world.ranks_per_node
+    nodes = ranks // per_node if ranks % per_node == 0 else 1
+    return World(nodes, ranks // nodes, world.workers_per_rank, world.worker % (ranks * world.workers_per_rank))
+
+
 class TokenDataset(TokenSamples, IterableDataset):
     """This rank's samples of an epoch at each `iter`, in the config's order.
 
@@ -39,15 +48,16 @@ class TokenDataset(TokenSamples, IterableDataset):
         global_batch_size: int,
         vocab_size: int | None = None,
         replication: int = 1,
+        stages: int = 1,
     ) -> None:
-        """replication: consecutive ranks that read the same samples. Raises ShardError if the data has less than one global batch,
+        """replication, stages: as build_train_loader's. Raises ShardError if the data has less than one global batch,
         and as TokenSamples does."""
         readers = max(data.num_workers, 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         super().__init__(
             streams, seq_len=data.seq_len, vocab_size=vocab_size, cache_limit=data.cache_limit, readers=readers
         )
         self._data, self._global_batch = data, global_batch_size
-        world = World.detect()
+        world = _of_stage(World.detect(), stages)
         self._world = world.replicate(replication) if replication > 1 else world
         self._ahead = data.predownload or _PREDOWNLOAD_BATCHES * (global_batch_size // self._world.num_ranks)
         self.epoch_size = require_epoch(data, self.samples_per_stream.tolist(), global_batch_size)

@@ -253,7 +253,12 @@ class _Attempt:
         self._encode()  # what comes before
         document = 0
         try:
-            for batch, records, unit in self.maker.token_files(part, kind):
+            for item in self.maker.token_files(part, kind):
+                if isinstance(item, BadRecord):
+                    self.settings.tolerance.refuse(item)
+                    self._note(item)
+                    continue
+                batch, records, unit = item
                 chosen = np.array(
                     [position(self._slice, document + n) not in self.left_out for n in range(len(records))]
                 )

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmtrain.data.shards.packing import is_held_out, token_dtype
-from llmtrain.data.sources.records import Slice
+from llmtrain.data.sources.records import BadRecord, Slice
 from llmtrain.data.sources.token_files import TokenSlice, read_tokens
-from llmtrain.data.sources.token_kinds import TokenKind
+from llmtrain.data.sources.token_kinds import TokenKind, side_file
 from llmtrain.data.tokenize.encode import DocumentMarks, EncodedBatch
 
 _BATCH_TOKENS = 1 << 20
@@ -32,12 +32,21 @@ class TokenFileReader:
         added = backend.get_added_tokens_decoder()
         self._special = {id: token.content for id, token in added.items() if token.special}
 
-    def __call__(self, part: Slice, kind: TokenKind) -> Iterator[tuple[EncodedBatch, list[int], str]]:
-        """Documents of a slice, with the number of each, and the unit of these. Documents without a token are left out.
+    def __call__(self, part: Slice, kind: TokenKind) -> Iterator[tuple[EncodedBatch, list[int], str] | BadRecord]:
+        """Documents of a slice, with the number of each, and the unit of these. Documents without a token are left out, and those
+        with wrong borders, which are yielded first.
 
         Raises SetAside before the first one.
         """
         found = read_tokens(part, kind, self._vocab_size, self._marks.eod_id, self._special)
+        for number in found.misplaced.tolist():
+            length = int(found.ends[number] - (found.ends[number - 1] if number else 0))
+            yield BadRecord(
+                f"{part.file.path}, document {found.records[number] + 1}",
+                f"its border in {side_file(part.file.path)} is not where its end-of-document token ({self._marks.eod_id}) is, as "
+                "in the other documents: that file is damaged",
+                nbytes=length * found.ids.itemsize,
+            )
         begins = np.append(0, found.ends[:-1]) if len(found.ends) else found.ends
         groups = np.unique(begins // _BATCH_TOKENS, return_index=True)[1].tolist() if len(begins) else []
         for low, high in pairwise([*groups, len(begins)]):
@@ -51,9 +60,10 @@ class TokenFileReader:
         ids: list[NDArray] = [np.zeros(0, dtype)]
         held_bytes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         held, tokens, text_bytes, records = [], [], [], []
+        misplaced = set(found.misplaced.tolist())
         for number in range(low, high):
             document = found.ids[begins[number] : found.ends[number]].astype(dtype)
-            if not len(document):
+            if not len(document) or number in misplaced:
                 continue
             if document[-1] != self._marks.eod_id and self._marks.closes:
                 document = np.concatenate([document, end])

@@ -12,7 +12,7 @@
 import bisect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from tokenize import TokenError
 from typing import BinaryIO
 
@@ -34,12 +34,13 @@ _LONGEST_DOCUMENT = 1 << 26
 @dataclass(frozen=True)
 class TokenSlice:
     """Documents that begin in a slice. ids: their tokens, one after the other; ends: where each ends; records: the number of
-    each, from 0, in `unit`s."""
+    each, from 0, in `unit`s. misplaced: those whose borders are wrong, by number in the slice; see `_misplaced`."""
 
     ids: NDArray
     ends: NDArray[np.int64]
     records: NDArray[np.int64]
     unit: str
+    misplaced: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def read_tokens(part: Slice, kind: TokenKind, vocab_size: int, eod_id: int, special: dict[int, str]) -> TokenSlice:
@@ -53,7 +54,7 @@ def read_tokens(part: Slice, kind: TokenKind, vocab_size: int, eod_id: int, spec
             if kind == "npy":
                 found = _npy(part, stream, vocab_size, eod_id)
             else:
-                found = _indexed(part, stream, (_megatron if kind == "megatron" else _datatrove)(part, path))
+                found = _indexed(stream, (_megatron if kind == "megatron" else _datatrove)(part, path), eod_id)
         _check(found, vocab_size, eod_id, special)
     except _Fault as error:
         raise SetAside(BadRecord(path, str(error), nbytes=part.end - part.begin)) from error
@@ -109,9 +110,16 @@ def _array(stream: BinaryIO, dtype: str, count: int) -> NDArray:
     return np.frombuffer(content, dtype)
 
 
-def _first_from(count: int, begin_of: Callable[[int], int], byte: int) -> int:
-    """The first of `count` documents that begins at `byte` or behind it."""
-    return bisect.bisect_left(range(count), byte, key=begin_of)
+def _between(part: Slice, count: int, begin_of: Callable[[int], int]) -> tuple[int, int]:
+    """The first of `count` documents that begins in a slice, and the one behind the last. A file's first and last slices have its
+    first and last documents, wherever a damaged index has them."""
+
+    def first_from(byte: int) -> int:
+        if 0 < byte < part.file.size:
+            return bisect.bisect_left(range(count), byte, key=begin_of)
+        return count if byte else 0
+
+    return first_from(part.begin), first_from(part.end)
 
 
 def _megatron(part: Slice, path: str) -> _Borders:
@@ -145,13 +153,14 @@ def _megatron(part: Slice, path: str) -> _Borders:
             return begins[sequence] if sequence < sequences else part.file.size
 
         count = borders - 1
-        first, last = (_first_from(count, begin_of, byte) for byte in (part.begin, part.end))
+        first, last = _between(part, count, begin_of)
         if first >= last:
             return _Borders(_TYPES[code], first, *(np.zeros(0, np.int64),) * 2)
         firsts = documents.read(first, last + 1)
         some = begins.read(int(firsts[0]), int(firsts[-1]))
         stops = some + lengths.read(int(firsts[0]), int(firsts[-1])) * itemsize
-        if (some[1:] != stops[:-1]).any() or (np.diff(firsts) < 0).any():
+        after = begins[int(firsts[-1])] if firsts[-1] < sequences else part.file.size
+        if (np.append(some[1:], after) != stops).any() or (np.diff(firsts) < 0).any():
             raise _Fault(f"the sequences of {index} do not follow one another")
         borders_in = np.append(some, stops[-1:])[firsts - firsts[0]]
         return _Borders(_TYPES[code], first, borders_in[:-1], borders_in[1:])
@@ -175,10 +184,7 @@ def _datatrove(part: Slice, path: str) -> _Borders:
                 f"it has {part.file.size:,} bytes, which are not 2 or 4 for each of the {total:,} tokens of {index}"
             )
         dtype = f"uint{8 * itemsize}" if total else "uint16"
-        first, last = (
-            _first_from(len(ends), lambda number: (ends[number - 1] if number else 0) * itemsize, byte)
-            for byte in (part.begin, part.end)
-        )
+        first, last = _between(part, len(ends), lambda number: (ends[number - 1] if number else 0) * itemsize)
         found = ends.read(max(first - 1, 0), last) * itemsize
         begins = found[:-1] if first else np.append(0, found[:-1])
         stops = found[1:] if first else found
@@ -189,14 +195,38 @@ def _datatrove(part: Slice, path: str) -> _Borders:
         return _Borders(dtype, first, begins, stops)
 
 
-def _indexed(part: Slice, stream: BinaryIO, borders: _Borders) -> TokenSlice:
+def _indexed(stream: BinaryIO, borders: _Borders, eod_id: int) -> TokenSlice:
     if not len(borders.begins):
         return TokenSlice(np.zeros(0, borders.dtype), borders.ends, borders.ends, "document")
     begin, itemsize = int(borders.begins[0]), np.dtype(borders.dtype).itemsize
-    stream.seek(begin)
-    ids = _array(stream, borders.dtype, (int(borders.ends[-1]) - begin) // itemsize)
-    records = borders.first + np.arange(len(borders.ends))
-    return TokenSlice(ids, (borders.ends - begin) // itemsize, records, "document")
+    before = min(begin, itemsize)
+    stream.seek(begin - before)
+    ids = _array(stream, borders.dtype, (int(borders.ends[-1]) - begin + before) // itemsize)
+    opened, ids = not before or int(ids[0]) == eod_id, ids[before // itemsize :]
+    ends, records = (borders.ends - begin) // itemsize, borders.first + np.arange(len(borders.ends))
+    return TokenSlice(ids, ends, records, "document", np.flatnonzero(_misplaced(ids, ends, eod_id, opened)))
+
+
+def _misplaced(ids: NDArray, ends: NDArray[np.int64], eod_id: int, opened: bool) -> NDArray[np.bool_]:
+    """True at documents beside a border that their index has elsewhere than their tokens have it. An index has no checksum, but
+    where documents end with the end-of-document token, a moved border leaves one without it beside one that holds two.
+
+    opened: the document before the first ends with it. Nothing is found where the token marks no ends, or stands within most.
+    """
+    begins = np.append(0, ends[:-1])
+    some, closed, holds = ends > begins, np.zeros(len(ends), bool), np.zeros(len(ends), bool)
+    closed[some] = ids[ends[some] - 1] == eod_id
+    places = np.flatnonzero(ids == eod_id)
+    owners = np.searchsorted(ends, places, side="right")
+    inner = places != ends[owners] - 1
+    if 2 * (ids[begins[some]] == eod_id).sum() > some.sum():  # documents begin with it too
+        inner &= places != begins[owners]
+    holds[owners[inner]] = True
+    if 2 * closed.sum() <= some.sum() or 2 * holds.sum() > some.sum():
+        return np.zeros(len(ends), bool)
+    borders = ~np.append(opened, closed) & (np.append(holds, False) | np.append(False, holds))
+    borders[1:-1] |= (holds[:-1] & ~some[1:]) | (~some[:-1] & holds[1:])
+    return borders[:-1] | borders[1:]
 
 
 def _npy(part: Slice, stream: BinaryIO, vocab_size: int, eod_id: int) -> TokenSlice:

@@ -5,6 +5,7 @@ Its own autograd function does not trace; here its forward and backward are oper
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import torch
@@ -32,17 +33,8 @@ class FlaGatedDelta:
     """
 
     def __init__(self) -> None:
-        instead = "fla-core 0.6.0 is known to work; install it, or set backend: reference"
-        try:
-            from fla.ops.gated_delta_rule import chunk  # type: ignore[import-not-found]
-
-            functions = (chunk.chunk_gated_delta_rule_fwd, chunk.chunk_gated_delta_rule_bwd)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"the gated_delta backend 'fla' cannot be used: {error}; {instead}") from error
-        if not all(inspect.signature(function).parameters.keys() >= _OPTIONS for function in functions):
-            raise UserError(
-                f"the gated_delta backend 'fla' cannot be used: its functions take other options; {instead}"
-            )
+        module = "fla.ops.gated_delta_rule.chunk"
+        checked("gated_delta", (module, "chunk_gated_delta_rule_fwd"), (module, "chunk_gated_delta_rule_bwd"))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
@@ -52,7 +44,18 @@ class FlaGatedDelta:
         return fla_gated_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
 
 
-class _Sequences:
+def checked(operation: str, *functions: tuple[str, str]) -> None:
+    """Raise UserError where one of fla's functions, (module, name), cannot be imported, or takes other options."""
+    instead = "fla-core 0.6.0 is known to work; install it, or set backend: reference"
+    try:
+        found = [getattr(importlib.import_module(module), name) for module, name in functions]
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"the {operation} backend 'fla' cannot be used: {error}; {instead}") from error
+    if not all(inspect.signature(function).parameters.keys() >= _OPTIONS for function in found):
+        raise UserError(f"the {operation} backend 'fla' cannot be used: its functions take other options; {instead}")
+
+
+class Sequences:
     """A batch as fla takes it: as it is, or, with documents, as one row that holds them all."""
 
     def __init__(self, document_ids: Tensor | None):
@@ -88,7 +91,7 @@ def launch_forward(
     """y, the last state, and for the backward pass the running sums of log_decay and the inverses of chunks."""
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd  # type: ignore[import-not-found]
 
-    sequences = _Sequences(document_ids)
+    sequences = Sequences(document_ids)
     tensors = sequences.tokens(q, k, v, log_decay, beta)
     cumsum, y, inverse, final, *_ = chunk_gated_delta_rule_fwd(
         *tensors, scale=1.0, initial_state=sequences.states(initial_state, "first"), output_final_state=True,
@@ -116,7 +119,7 @@ def launch_backward(
     """The gradients of q, k, v, log_decay, beta, and of the initial state (if there is none: empty)."""
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd  # type: ignore[import-not-found]
 
-    sequences = _Sequences(document_ids)
+    sequences = Sequences(document_ids)
     q_, k_, v_, cumsum, beta_, inverse, dy = sequences.tokens(q, k, v, cumsum, beta, inverse, dy)
     dq, dk, dv, d_beta, d_decay, d_initial, *_ = chunk_gated_delta_rule_bwd(
         q_, k_, v_, cumsum, beta_, inverse, scale=1.0, initial_state=sequences.states(initial_state, "first"), do=dy,

@@ -49,25 +49,23 @@ class ReferenceGatedDelta:
             return t.movedim(2, 4)
 
         q, k, v, beta = by_chunk(q), by_chunk(k), by_chunk(v), by_chunk(beta)[..., None]
-        # log of the decay from the start of the chunk up to and including each token.
-        log_decay = _running_sum(by_chunk(log_decay))
+        # log of the decay from the start of the chunk up to and including each token, [..., size, 1 or channels].
+        log_decay = _running_sum(self.by_channel(by_chunk(log_decay)))
         hidden = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-        from_start, to_end = log_decay.exp(), (log_decay[..., -1:] - log_decay).exp()
+        from_start, to_end = log_decay.exp(), (log_decay[..., -1:, :] - log_decay).exp()
         if document_ids is not None:
             ids = torch.cat([document_ids, document_ids[:, -1:].expand(-1, padding)], dim=1).view(batch, count, size)
             # Of the last token before each chunk.
             before = torch.cat([ids[:, :1, 0], ids[:, :-1, -1]], dim=1)[..., None]
-            from_start = from_start * (ids == before)[:, :, None, None]
-            to_end = to_end * (ids == ids[..., -1:])[:, :, None, None]
+            from_start = from_start * (ids == before)[:, :, None, None, :, None]
+            to_end = to_end * (ids == ids[..., -1:])[:, :, None, None, :, None]
             hidden = hidden | (ids[..., :, None] != ids[..., None, :])[:, :, None, None]
-        # Masked before exp: above the diagonal the exponent is positive and may overflow to inf * 0.
-        between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(hidden, float("-inf")).exp()
-        from_start, to_end = from_start[..., None], to_end[..., None]
+        reads, overlaps = self.products(q, k, log_decay, hidden)
 
         # 1. What token i writes along k_i, had the chunk begun with a state of zeros: u_i; and what it writes less for each
         # element of the state that it begins with: w_i. Both take into account what tokens j < i have written:
         # (I + A) [u, w] = beta [v, from_start k], A_ij = beta_i (k_i . k_j) decay_ij.
-        system = beta * (k @ k.mT) * between
+        system = beta * overlaps
         given = torch.cat([beta * v, beta * from_start * k], dim=-1)
         solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
         u, w = solved.split([spec.value_head_dim, spec.key_head_dim], dim=-1)
@@ -85,18 +83,31 @@ class ReferenceGatedDelta:
         before, final = torch.stack(states[:-1], dim=1), states[-1]
 
         # 3. Each token reads the state before its chunk, and what was written in the chunk up to itself.
-        y = (from_start * q) @ before + ((q @ k.mT) * between) @ (u - w @ before)
+        y = (from_start * q) @ before + reads @ (u - w @ before)
         y = y.movedim(4, 2).flatten(1, 2).flatten(2, 3)[:, :seq_len]
         return y.to(dtype), final.flatten(1, 2)
 
+    def by_channel(self, log_decay: Tensor) -> Tensor:
+        """[..., size] -> [..., size, channels that have a decay of their own]."""
+        return log_decay[..., None]
+
+    def products(self, q: Tensor, k: Tensor, log_decay: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """q_i . k_j and k_i . k_j, each times the decay from token j to token i, [..., size, size]: zero where hidden.
+
+        q, k: [..., size, channels]; log_decay: [..., size, 1], sums from the chunk's start.
+        """
+        # Masked before exp: above the diagonal the exponent is positive and may overflow to inf * 0.
+        between = (log_decay - log_decay.mT).masked_fill(hidden, float("-inf")).exp()
+        return (q @ k.mT) * between, (k @ k.mT) * between
+
 
 def _running_sum(t: Tensor) -> Tensor:
-    """Cumulative sum over the last dimension by doubling: the gradient of decays is a small difference of such sums.
+    """Cumulative sum over the dimension before the last by doubling: the gradient of decays is a small difference of such sums.
 
     torch.cumsum does not compile for small batches: Inductor (torch 2.11) fails on a scan that it splits.
     """
     shift = 1
-    while shift < t.shape[-1]:
-        t = t + F.pad(t[..., :-shift], (shift, 0))
+    while shift < t.shape[-2]:
+        t = t + F.pad(t[..., :-shift, :], (0, 0, shift, 0))
         shift *= 2
     return t

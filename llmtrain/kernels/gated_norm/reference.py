@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,10 @@ def build(spec: GatedNormSpec, platform: Platform, variant: str) -> ReferenceGat
     return ReferenceGatedNorm(spec)
 
 
+def gate_of(spec: GatedNormSpec) -> Callable[[Tensor], Tensor]:
+    return F.silu if spec.gate == "silu" else torch.sigmoid
+
+
 class ReferenceGatedNorm:
     def __init__(self, spec: GatedNormSpec):
         self.spec = spec
@@ -21,7 +27,7 @@ class ReferenceGatedNorm:
     def __call__(self, x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         """x, z: [..., dim]; weight: [dim] -> like x, computed in fp32 or wider."""
         spec, wide = self.spec, torch.promote_types(x.dtype, torch.float32)
-        y, gate = x.to(wide), F.silu(z.to(wide))
+        y, gate = x.to(wide), gate_of(spec)(z.to(wide))
         if not spec.norm_before_gate:
             y = y * gate
         grouped = y.unflatten(-1, (spec.n_groups, -1))

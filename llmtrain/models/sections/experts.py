@@ -70,8 +70,9 @@ class ExpertsSection(FeedForwardSection):
     top_k: Width
     d_ff: Width
     """Hidden width of each expert."""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
-    """As `type` of an MLP: of two matrices, or gated, of three."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"] = "swiglu"
+    """As `type` of an MLP: of two matrices, or gated, of three. swiglu_clamped is gpt-oss's (arXiv:2508.10925), of a gate of at
+    most 7 and an up between -7 and 7: gate * sigmoid(1.702 gate) * (up + 1)."""
     bias: bool = False
     """Both products of each expert have a bias."""
     latent: Width | None = None

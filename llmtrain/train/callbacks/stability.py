@@ -17,7 +17,7 @@ from llmtrain.models.init import clean_name
 from llmtrain.models.slices import local_of
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.faults.spike_window import SpikeWindow
-from llmtrain.train.ranks.tensor_gradients import TensorGradients, clip_shards
+from llmtrain.train.ranks.tensor_gradients import SharedGradients, clip_shards
 
 
 class NonFiniteError(RunError):
@@ -39,7 +39,7 @@ class Stability(Callback):
         self,
         config: TrainConfig,
         spikes: SpikeWindow | None = None,
-        divided: TensorGradients | None = None,
+        divided: SharedGradients | None = None,
         on_spike: Callable[[], None] | None = None,
     ):
         self.spikes, self.divided, self.on_spike = spikes, divided, on_spike

@@ -37,7 +37,7 @@ class TokenCost:
 def token_cost(model: HybridLM, config: TrainConfig, seq_len: int, device: torch.device) -> TokenCost:
     per_token = training_flops_per_token(model, seq_len)
     checkpointing, compiled = config.activation_checkpointing, config.compiles(device.type)
-    own = seq_len // config.parallel.ranks
+    own = seq_len // config.parallel.of_stage
     at_once = min(checkpointing.mlp_tokens or own, own)
     chunk = (own % at_once or at_once) / own
     # Of the kind budget what the compiler recomputes is not known: the cheap part.

@@ -1,4 +1,4 @@
-"""Norm of sharded gradients over all ranks, also where tensor-parallel ranks divide the model and several hold the same."""
+"""Norm of sharded gradients over all ranks, also where ranks divide the model and several hold the same parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmtrain.models.slices import boxes, local_of
 from llmtrain.models.tensor_parallel import TensorRanks, slices_of
 
 
-class TensorGradients:
+class SharedGradients:
     """The gradients of a model after FSDP2 has reduced them, each rank's of its shard of its part.
 
-    Every rank of the run calls the methods, in the same order.
+    ranks: tensor-parallel ones, where there are any. Every rank of the run calls the methods, in the same order.
     """
 
-    def __init__(self, model: HybridLM, ranks: TensorRanks):
+    def __init__(self, model: HybridLM, ranks: TensorRanks | None):
         self.ranks = ranks
         slices = slices_of(model)
         self.parameters = [
@@ -31,13 +31,18 @@ class TensorGradients:
             if parameter.requires_grad
         ]
 
-    def _held(self) -> Iterator[tuple[Tensor, int]]:
-        """Every part of a gradient that this rank has, and how many ranks of its group have the same."""
+    def stages_of(self, parameter: nn.Parameter) -> int:
+        """Stages of a pipeline that hold a parameter."""
+        return 1
+
+    def _held(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Every part of a gradient that this rank has, and how many ranks of its tensor-parallel group and how many stages have the
+        same."""
         for parameter, slices in self.parameters:
             if parameter.grad is not None:
                 local = local_of(parameter.grad)
-                for box in boxes(parameter.grad, slices, copies=self.ranks.size):
-                    yield local[box.at], box.copies
+                for box in boxes(parameter.grad, slices, copies=1 if self.ranks is None else self.ranks.size):
+                    yield local[box.at], box.copies, self.stages_of(parameter)
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -45,8 +50,8 @@ class TensorGradients:
 
         One message: every rank writes its summands in the place of the sharers that it belongs to, among zeros.
         """
-        shared = [(local, copies) for local, copies in self._held() if copies > 1]
-        if not shared:
+        shared = [(local, copies) for local, copies, _ in self._held() if copies > 1]
+        if self.ranks is None or not shared:
             return
         sizes = [self.ranks.size // copies * local.numel() for local, copies in shared]
         message = shared[0][0].new_zeros(sum(sizes))
@@ -68,10 +73,10 @@ class TensorGradients:
         device = self.parameters[0][0].device
         squares = torch.zeros((), device=device)
         if found:
-            norms = torch.stack(torch._foreach_norm([local for local, _ in found]))
-            copies = torch.tensor([copies for _, copies in found], dtype=norms.dtype).to(device)
+            norms = torch.stack(torch._foreach_norm([local for local, *_ in found]))
+            copies = torch.tensor([copies * stages for _, copies, stages in found], dtype=norms.dtype).to(device)
             squares = (norms.square() / copies).sum()
-        return _clip([local for local, _ in found], squares, self.parameters[0][0], max_norm)
+        return _clip([local for local, *_ in found], squares, self.parameters[0][0], max_norm)
 
 
 @torch.no_grad()

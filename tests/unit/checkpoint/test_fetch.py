@@ -1,6 +1,7 @@
 """The newest checkpoint of a store before a run starts: what is there and not good ends the start."""
 
 import os
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -100,8 +101,19 @@ def test_an_endpoint_that_is_none_is_named(monkeypatch):
         open_store("s3://bucket/run")
 
 
-def test_a_pipe_in_a_store_is_named(store, tmp_path):
-    """A checkpoint whose manifest it stands for would count as half sent, and an earlier one be trained on."""
-    os.mkfifo(tmp_path / "store" / "manifest.json")
-    with pytest.raises(StoreError, match=r"manifest\.json is neither a file nor a folder"):
-        store.sizes()
+OTHER_KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "link to nothing": lambda path: path.symlink_to("not-here"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_manifest_of_a_store_that_is_no_file_is_named(store, tmp_path, kind):
+    """Its checkpoint would count as half sent, and an earlier one be trained on, or none."""
+    manifest = tmp_path / "store" / "step-00000004" / "manifest.json"
+    manifest.unlink()
+    OTHER_KINDS[kind](manifest)
+    with pytest.raises(StoreError, match=r"step-00000004/manifest\.json is not a regular file; move it away"):
+        fetch(store.url, tmp_path / "here")

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import sys
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,9 +18,13 @@ from llmtrain.errors import UserError
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
+from llmtrain.kernels.gated_delta import fla as gated_delta_fla
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.kimi_delta import fla as kimi_delta_fla
+from llmtrain.kernels.kimi_delta.reference import ReferenceKimiDelta
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.operation import Shape, operation
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -31,6 +36,7 @@ SPECS = {
     "conv1d": ("causal_conv1d", Conv1dSpec(64, 4), "causal-conv1d"),
     "gated_norm": ("mamba_ssm", GatedNormSpec(64, 2, 1e-5), "mamba-ssm"),
     "gated_delta": ("fla", GatedDeltaSpec(4, 2, 64, 64), "fla-core"),
+    "kimi_delta": ("fla", KimiDeltaSpec(4, 2, 64, 64), "fla-core"),
 }
 
 
@@ -52,6 +58,9 @@ def test_what_is_not_installed_explains_how_to_install_it(operation):
         ("conv1d", Conv1dSpec(64, 5), "width of 2 to 4"),
         ("gated_delta", GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32"),
         ("gated_delta", GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320"),
+        ("kimi_delta", KimiDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32"),
+        ("kimi_delta", KimiDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320"),
+        ("gated_norm", GatedNormSpec(64, 2, 1e-5, gate="sigmoid"), "its gate is silu, not sigmoid"),
     ],
 )
 def test_what_a_package_cannot_do_is_refused_on_every_machine(operation, spec, words):
@@ -178,25 +187,47 @@ def test_fla_is_refused_where_its_gradients_would_be_wrong(monkeypatch, arch, tr
     assert registry.refusal("gated_delta", "fla", spec, here) is None
 
 
-def test_another_version_of_fla_is_refused_when_the_model_is_built(monkeypatch):
-    from llmtrain.kernels.gated_delta import fla
-
-    spec = SPECS["gated_delta"][1]
-    recorded(monkeypatch, "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_fwd")
-    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", None, raising=False)
-    with pytest.raises(UserError, match=r"cannot be used: .*chunk_gated_delta_rule_fwd.*; fla-core 0\.6\.0 is known"):
-        fla.build(spec, H200, "")
-    older = types.SimpleNamespace(chunk_gated_delta_rule_fwd=lambda q, k: q, chunk_gated_delta_rule_bwd=lambda q, k: q)
-    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", older)
+@pytest.mark.parametrize("rule", ["gated_delta", "kimi_delta"])
+def test_another_version_of_fla_is_refused_when_the_model_is_built(monkeypatch, rule):
+    fla, package, names = {
+        "gated_delta": (
+            gated_delta_fla,
+            "gated_delta_rule.chunk",
+            ("chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"),
+        ),
+        "kimi_delta": (kimi_delta_fla, "kda.chunk_fwd", ("chunk_kda_fwd", "chunk_kda_bwd")),
+    }[rule]
+    module = f"fla.ops.{package}"
+    with pytest.raises(
+        UserError, match=rf"the {rule} backend 'fla' cannot be used: No module named 'fla'; fla-core 0\.6\.0"
+    ):
+        fla.build(SPECS[rule][1], H200, "")
+    recorded(monkeypatch, module, "another")
+    with pytest.raises(UserError, match=rf"cannot be used: .*{names[0]}.*; fla-core 0\.6\.0 is known"):
+        fla.build(SPECS[rule][1], H200, "")
+    older = types.SimpleNamespace(**dict.fromkeys(names, lambda q, k: q))
+    monkeypatch.setitem(sys.modules, module, older)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda.chunk_bwd", older)
     with pytest.raises(UserError, match="its functions take other options; fla-core"):
-        fla.build(spec, H200, "")
+        fla.build(SPECS[rule][1], H200, "")
 
 
 class StandInForFla:
     """The functions of fla.ops.gated_delta_rule.chunk that are called here, by the reference. A row may hold several sequences."""
 
-    def __init__(self, spec: GatedDeltaSpec):
-        self.reference = ReferenceGatedDelta(spec)
+    def __init__(self, reference: ReferenceGatedDelta):
+        self.reference = reference
+
+    def install(self, monkeypatch) -> types.ModuleType:
+        """Put it in the package's place. Returns the module of the backend that calls it."""
+        names = ("chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
+        self.put(monkeypatch, "gated_delta_rule.chunk", dict(zip(names, (self.forward, self.backward), strict=True)))
+        return gated_delta_fla
+
+    def put(self, monkeypatch, module: str, functions: dict[str, Callable]) -> None:
+        for name in functions:
+            recorded(monkeypatch, f"fla.ops.{module}", name)
+        vars(sys.modules[f"fla.ops.{module}"]).update(functions)
 
     def rule(self, tensors, state, cu_seqlens):
         if cu_seqlens is None:
@@ -230,22 +261,45 @@ class StandInForFla:
         return dq, dk, dv, db, dg, found[5] if state is not None else None, None, None
 
 
+class StandInForFlaByChannel(StandInForFla):
+    """The functions of fla.ops.kda."""
+
+    def install(self, monkeypatch) -> types.ModuleType:
+        self.put(monkeypatch, "kda.chunk_fwd", {"chunk_kda_fwd": self.forward})
+        self.put(monkeypatch, "kda.chunk_bwd", {"chunk_kda_bwd": self.backward})
+        return kimi_delta_fla
+
+    def forward(self, *tensors, scale, initial_state, output_final_state, cu_seqlens, chunk_size):
+        cumsum, y, square, final, state, _ = super().forward(
+            *tensors,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size,
+        )
+        return y, final, cumsum, square, square.clone(), None, None, None, None, None, None, state
+
+    def backward(self, q, k, v, beta, Aqk, Akk, scale, initial_state, do, dht, g, cu_seqlens, chunk_size):
+        assert Aqk.shape == Akk.shape == (*v.shape[:3], chunk_size)
+        return super().backward(q, k, v, g, beta, Akk, scale, initial_state, do, dht, cu_seqlens, chunk_size)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
-def test_fla_is_asked_for_the_same_rule(monkeypatch, documents, with_state):
+def test_fla_is_asked_for_the_same_rule(monkeypatch, by_channel, documents, with_state):
     """Its gradients too; documents of all rows reach it as one row, and states of rows as those of documents."""
-    from llmtrain.kernels.gated_delta import fla
-
-    spec = GatedDeltaSpec(4, 2, 6, 5, "float32", 8)
-    stand_in = StandInForFla(spec)
-    recorded(monkeypatch, "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_fwd")
-    module = sys.modules["fla.ops.gated_delta_rule.chunk"]
-    vars(module).update(chunk_gated_delta_rule_fwd=stand_in.forward, chunk_gated_delta_rule_bwd=stand_in.backward)
-    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk", module, raising=False)
+    sizes = (4, 2, 6, 5, "float32", 8)
+    if by_channel:
+        stand_in = StandInForFlaByChannel(ReferenceKimiDelta(spec := KimiDeltaSpec(*sizes)))
+    else:
+        stand_in = StandInForFla(ReferenceGatedDelta(spec := GatedDeltaSpec(*sizes)))
+    fla = stand_in.install(monkeypatch)
     keys, heads = (2, 19, 2, 6), (2, 19, 4)
     torch.manual_seed(0)
-    k = torch.nn.functional.normalize(torch.randn(keys), dim=-1)
-    tensors = [torch.randn(keys), k, torch.randn(*heads, 5), -torch.rand(heads), torch.rand(heads)]
+    k, decay = torch.nn.functional.normalize(torch.randn(keys), dim=-1), (*heads, 6) if by_channel else heads
+    tensors = [torch.randn(keys), k, torch.randn(*heads, 5), -torch.rand(decay), torch.rand(heads)]
     tensors += [torch.randn(2, 4, 6, 5)] if with_state else []
     ids = torch.tensor([[0] * 4 + [1] * 15, [7] * 1 + [8] * 9 + [9] * 9]) if documents else None
 

@@ -11,6 +11,7 @@ from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
@@ -170,6 +171,7 @@ SPECS: dict[registry.Operation, registry.Spec] = {
     "norm": NormSpec(64),
     "mamba_mixer": MambaMixerSpec(Conv1dSpec(640, 4), SSDSpec(8, 64, 64, 1, 256), GatedNormSpec(512, 1, 1e-5)),
     "gated_delta": GatedDeltaSpec(8, 4, 64, 128),
+    "kimi_delta": KimiDeltaSpec(4, 4, 64, 128),
     "experts": ExpertsSpec(64, 48, 8, 2),
     "attention_step": PLAIN,
     "ssd_step": SSDSpec(8, 64, 64, 1, 256),

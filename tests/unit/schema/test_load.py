@@ -247,6 +247,9 @@ def test_ranks_must_share_the_batch_evenly(load, world_size, message):
 ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: attention, n_heads: 4, backend: triton}")
 
 
+EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, balance: {%s}}"
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "world_size", "path", "message"),
     [
@@ -299,6 +302,52 @@ ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: at
             12,
             "train.parallel.tensor",
             "makes groups of 4 ranks",
+        ),
+        (
+            GOOD,
+            ["train.parallel.pipeline=3"],
+            3,
+            "train.parallel.pipeline",
+            "more stages than the model has layers (2)",
+        ),
+        (GOOD, ["train.parallel.pipeline=2"], 3, "train.parallel.pipeline", "must divide the number of ranks (3)"),
+        (GOOD, ["train.parallel={pipeline: 2, tensor: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
+        (
+            GOOD,
+            ["train.parallel.pipeline=2", "train.microbatch_size=64"],
+            2,
+            "train.global_batch_size",
+            "1 microbatches of 64, fewer than its 2 stages; use at least 128",
+        ),
+        (
+            GOOD,
+            ["train.parallel={pipeline: 2, context: 2}", "train.sharding={strategy: hybrid, shard_size: 1}"],
+            4,
+            "train.sharding.shard_size",
+            "must be a multiple of the 2 ranks of a stage",
+        ),
+        (
+            GOOD,
+            ["train.parallel.pipeline=2", "train.sharding={strategy: hybrid, shard_size: 4}"],
+            4,
+            "train.sharding.shard_size",
+            "must divide the number of ranks of a stage (2)",
+        ),
+        *(
+            (GOOD, ["train.parallel.pipeline=2", *settings.split("; ")], 2, path, message)
+            for settings, path, message in (
+                ("train.microbatch_size=auto", "train.microbatch_size", "use a number"),
+                ("train.cuda_graphs=on", "train.cuda_graphs", "use auto or off"),
+                ("train.precision=amp_bf16; train.float8={}", "train.float8", "use null"),
+                ("adapt={lora: {rank: 2}}", "adapt", "leave it out"),
+                (
+                    "objective={type: preference, loss: simpo}; data.mask_documents=true",
+                    "objective.type",
+                    "pipeline: 1",
+                ),
+                (EXPERTS % "over: model", "model.blocks.m.mlp.balance.over", "use layer"),
+                (EXPERTS % "tokens: step", "model.blocks.m.mlp.balance.tokens", "use microbatch"),
+            )
         ),
     ],
 )

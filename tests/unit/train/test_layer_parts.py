@@ -14,18 +14,19 @@ from tests.support import experts
 
 def test_a_model_whose_layers_have_nothing_to_do_gets_no_callback():
     stability: Any = SimpleNamespace(skipped_in_a_row=0)
-    assert not layer_parts(Linear(2, 2), stability)
-    assert len(layer_parts(experts.build().hybrid, stability)) == 1
+    plain: Any = SimpleNamespace(hybrid=Linear(2, 2))
+    assert not layer_parts(plain, stability)
+    assert len(layer_parts(experts.build(), stability)) == 1
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_layers_are_measured_each_step_and_changed_after_those_taken(skipped: int):
-    model: Any = experts.build(router=experts.BIASED).hybrid
+    model: Any = experts.build(router=experts.BIASED)
     stability: Any = SimpleNamespace(skipped_in_a_row=skipped)
     logged: dict[str, float] = {}
     logger: Any = SimpleNamespace(log_metrics=logged.update)
     [callback] = layer_parts(model, stability)
-    layer = model.blocks[1].mlp
+    layer = model.hybrid.blocks[1].mlp
     layer.load.copy_(torch.tensor([3.0, 1.0, 2.0, 2.0]))
     callback.after_train_batch(None, logger)  # type: ignore[arg-type]
     callback.batch_end(None, logger)  # type: ignore[arg-type]

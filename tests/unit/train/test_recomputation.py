@@ -24,7 +24,7 @@ from llmtrain.train import parallel
 from llmtrain.train.callbacks.throughput import token_cost
 from tests.support import experts
 from tests.support.contributing import ROOT
-from tests.support.models import ATTENTION, GDN, GELU, MAMBA, MODELS, ROTARY, SHARED
+from tests.support.models import ATTENTION, GDN, GELU, KDA, MAMBA, MODELS, ROTARY, SHARED
 
 TOKENS = 32
 CPU = torch.device("cpu")
@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = MODELS | {
         "blocks": {"m": MAMBA | {"proj_bias": True}, "a": QWEN2},
         "layers": "(m*2 a)*2",
     },
+    "kimi delta rule": {"blocks": {"k": KDA}, "layers": "k*2"},
     "gated delta rule and an MLP": {"blocks": {"g": GDN | {"mlp": GELU}}, "layers": "g*2"},
     "zamba2 with biases": {
         "blocks": {"m": MAMBA, "s": SHARED | {"attn_adapter_rank": 4, "qkv_bias": True, "out_bias": True}},
@@ -167,6 +168,7 @@ LAYERS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, ...], bool]]]] = {
     "mamba2": (MAMBA, [((32, 152), True), ((64, 32), False)]),
     "mamba2 with biases": (MAMBA | {"proj_bias": True}, [((32, 152), True), ((64, 32), False)]),
     "gated delta rule": (GDN, [((32, 136), True), ((40, 32), False)]),
+    "kimi delta rule": (KDA, [((32, 106), True), ((7, 24), False), ((7, 40), False), ((40, 32), False)]),
 }
 TABLE = {name: ({"blocks": {"a": block}, "layers": "a"}, table) for name, (block, table) in LAYERS.items()}
 TABLE["zamba2, shared blocks with adapters"] = (

@@ -17,7 +17,7 @@ from llmtrain.data.sources import token_files
 from llmtrain.data.sources.files import PassedOver, PrepareError, list_files
 from llmtrain.data.sources.records import SetAside, Slice
 from llmtrain.data.sources.token_documents import token_bytes
-from llmtrain.data.sources.token_files import read_tokens
+from llmtrain.data.sources.token_files import TokenSlice, read_tokens
 from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.schema.data import PrepareConfig
@@ -92,20 +92,20 @@ def tokenizer(tmp_path) -> TextTokenizer:
     return made
 
 
-def read(path: Path, step: int | None = None) -> Documents:
-    """The documents of a file, read in slices of so many bytes."""
+def slices(path: Path, step: int | None = None) -> list[TokenSlice]:
+    """A file in slices of so many bytes."""
     [file] = list_files([str(path)])
     kind = token_kind(str(path), from_folder=False)
     assert kind is not None
+    step = step or file.size
+    parts = [Slice(file, begin, min(begin + step, file.size)) for begin in range(0, file.size, step)]
+    return [read_tokens(part, kind, VOCABULARY, EOD, {EOD: "<|endoftext|>"}) for part in parts]
+
+
+def read(path: Path, step: int | None = None) -> Documents:
+    """The documents of a file, read in slices of so many bytes."""
     found: Documents = []
-    for begin in range(0, file.size, step or file.size):
-        part = read_tokens(
-            Slice(file, begin, min(begin + (step or file.size), file.size)),
-            kind,
-            VOCABULARY,
-            EOD,
-            {EOD: "<|endoftext|>"},
-        )
+    for part in slices(path, step):
         found += [ids.tolist() for ids in np.split(part.ids, part.ends[:-1])] if len(part.ends) else []
         assert len(part.records) == len(part.ends)
     return found
@@ -132,13 +132,7 @@ def test_documents_begun_by_the_token_that_ends_them_come_back_too(tmp_path, som
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_records_number_the_documents(tmp_path, some, name):
     path = FORMATS[name](tmp_path / "file", some)
-    [file] = list_files([str(path)])
-    kind = token_kind(str(path), from_folder=False)
-    assert kind is not None
-    parts = [
-        read_tokens(Slice(file, begin, min(begin + 999, file.size)), kind, VOCABULARY, EOD, {})
-        for begin in range(0, file.size, 999)
-    ]
+    kind, parts = token_kind(str(path), from_folder=False), slices(path, 999)
     records = [record for part in parts for record in part.records.tolist()]
     starts = [sum(map(len, some[:number])) for number in range(len(some))]
     assert records == (starts if kind == "npy" else list(range(len(some))))
@@ -200,7 +194,7 @@ def test_a_file_without_a_token_has_no_documents(tmp_path, tokenizer, header):
         prepare_all(tmp_path, tmp_path / "empty.npy")
 
 
-def corrupt(path: Path, edit: Callable[[bytearray], bytes]) -> None:
+def corrupt(path: Path, edit: Callable[[bytearray], bytes | bytearray]) -> None:
     path.write_bytes(edit(bytearray(path.read_bytes())))
 
 
@@ -230,21 +224,53 @@ def test_a_file_that_is_damaged_or_of_another_tokenizer_is_set_aside_by_name(tmp
 
 
 @pytest.mark.parametrize(("write", "index"), [(megatron, ".idx"), (datatrove, ".ds.index"), (numpy_array, ".npy")])
-def test_a_bit_of_an_index_or_a_header_makes_no_fault(tmp_path, some, write, index):
-    """It is named, or other documents of the same file are read: these formats have no checksum."""
+def test_a_bit_of_an_index_or_a_header_is_named_or_harmless(tmp_path, some, write, index):
+    """These formats have no checksum: a moved border is seen by the tokens beside it."""
     path = write(tmp_path / "file", some[:8])
     content = (tmp_path / f"file{index}").read_bytes()
     wrong = []
-    bits = range(8 * 9, 8 * min(len(content), 128))  # behind the words by which a kind is known
+    bits = range(8 * 9, 8 * (min(len(content), 128) if index == ".npy" else len(content)))  # behind a kind's magic
     for bit in bits:
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         (tmp_path / f"file{index}").write_bytes(changed)
         try:
-            read(path)
+            if read(path) != some[:8]:
+                assert len(slices(path)[0].misplaced), bit
+                wrong.append(str(path))
         except SetAside as error:
             wrong.append(error.bad.where)
     assert set(wrong) == {str(path)} and len(wrong) > len(bits) / 2
+
+
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_documents_beside_a_border_that_moved_are_bad_records(tmp_path, tokenizer, write):
+    path = write(tmp_path / "file", [[*tokenizer.encode(f"fox {n} the dogs"), tokenizer.eod_id] for n in range(40)])
+    if write is datatrove:
+        corrupt(tmp_path / "file.ds.index", lambda b: b[:80] + bytes([b[80] + 2]) + b[81:])
+    else:
+        corrupt(tmp_path / "file.idx", lambda b: b[: -8 * 30] + bytes([b[-8 * 30] ^ 1]) + b[-8 * 30 + 1 :])
+    with pytest.raises(
+        PrepareError, match=r"file\.(bin|ds), document 11: its border in .*file\.(idx|ds\.index) is not where"
+    ):
+        prepare_all(tmp_path, path)
+    made = prepare(small(tmp_path, path, seq_len=8, skip_bad_records=True), progress=False)
+    names = prepared_documents(made.out, "train")
+    assert "fox 10 the dogs" not in names[:12] and names[:10] == [f"fox {n} the dogs" for n in range(10)]
+    assert made.split("train")["documents"] == 38
+
+
+@pytest.mark.parametrize("kind", ["no ends", "turns", "cut short", "quoted"])
+def test_ends_of_other_kinds_of_documents_are_no_damage(tmp_path, some, kind):
+    for number, ids in enumerate(some):
+        if kind == "no ends":
+            ids[-1] = 1
+        elif kind == "turns" or (kind == "quoted" and number % 5 == 0):
+            ids[:0] = [2, EOD, 3, EOD]
+        if (kind == "turns" and number % 5 == 0) or (kind == "cut short" and number % 5 == 1):
+            ids[-1:] = [1]
+    path = datatrove(tmp_path / "file", some)
+    assert read(path) == some and not any(len(part.misplaced) for part in slices(path, 1500))
 
 
 def test_documents_that_end_with_another_special_token_are_refused(tmp_path, some):

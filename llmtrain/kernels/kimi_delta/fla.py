@@ -1,0 +1,105 @@
+"""flash-linear-attention's Triton kernels of Kimi Delta Attention, where the package fla-core is installed, as operators (see
+gated_delta/fla.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.platform import Platform
+
+
+def build(spec: KimiDeltaSpec, platform: Platform, variant: str) -> FlaKimiDelta:
+    return FlaKimiDelta()
+
+
+class FlaKimiDelta:
+    """The signature of ReferenceKimiDelta. document_ids may also fall.
+
+    Raises UserError for a version of fla-core that cannot be imported, or has other functions.
+    """
+
+    def __init__(self) -> None:
+        checked("kimi_delta", ("fla.ops.kda.chunk_fwd", "chunk_kda_fwd"), ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd"))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
+        return fla_kimi_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, the last state, and for the backward pass the running sums of log_decay and two squares of each chunk."""
+    from fla.ops.kda.chunk_fwd import chunk_kda_fwd  # type: ignore[import-not-found]
+
+    sequences = Sequences(document_ids)
+    tensors = sequences.tokens(q, k, v, log_decay, beta)
+    y, final, cumsum, reads, overlaps, *_ = chunk_kda_fwd(
+        *tensors, scale=1.0, initial_state=sequences.states(initial_state, "first"), output_final_state=True,
+        cu_seqlens=sequences.cu_seqlens, chunk_size=CHUNK,
+    )  # fmt: skip
+    squares = (t.view(*v.shape[:3], CHUNK) for t in (reads, overlaps))
+    final = sequences.of_rows(final, "last").contiguous()
+    return y.to(v.dtype).view(v.shape), final, cumsum.view(log_decay.shape), *squares
+
+
+fla_kimi_delta_forward = torch.library.custom_op("llmtrain::fla_kimi_delta_forward", launch_forward, mutates_args=())
+
+
+@fla_kimi_delta_forward.register_fake
+def _(q, k, v, log_decay, beta, initial_state, document_ids):
+    wide, square = {"dtype": torch.float32}, (*v.shape[:3], CHUNK)
+    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
+    cumsum = v.new_empty(log_decay.shape, **wide)
+    return v.new_empty(v.shape), final, cumsum, k.new_empty(square), k.new_empty(square)
+
+
+def launch_backward(
+    dy: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None, cumsum: Tensor, reads: Tensor, overlaps: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, log_decay, beta, and of the initial state (if there is none: empty)."""
+    from fla.ops.kda.chunk_bwd import chunk_kda_bwd  # type: ignore[import-not-found]
+
+    sequences = Sequences(document_ids)
+    q_, k_, v_, beta_, reads, overlaps, dy, cumsum = sequences.tokens(q, k, v, beta, reads, overlaps, dy, cumsum)
+    dq, dk, dv, d_beta, d_decay, d_initial, *_ = chunk_kda_bwd(
+        q_, k_, v_, beta_, reads, overlaps, scale=1.0, initial_state=sequences.states(initial_state, "first"), do=dy,
+        dht=sequences.states(d_final, "last"), g=cumsum, cu_seqlens=sequences.cu_seqlens, chunk_size=CHUNK,
+    )  # fmt: skip
+    found = zip((dq, dk, dv, d_decay, d_beta), (q, k, v, log_decay, beta), strict=True)
+    gradients = [gradient.to(like.dtype).view(like.shape) for gradient, like in found]
+    if initial_state is None:
+        return *gradients, v.new_empty(0)
+    return *gradients, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
+
+
+fla_kimi_delta_backward = torch.library.custom_op("llmtrain::fla_kimi_delta_backward", launch_backward, mutates_args=())
+
+
+@fla_kimi_delta_backward.register_fake
+def _(dy, d_final, q, k, v, log_decay, beta, initial_state, document_ids, cumsum, reads, overlaps):
+    d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+    return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, d_final, *_):
+    *inputs, cumsum, reads, overlaps = ctx.saved_tensors
+    dy = inputs[2].new_zeros(inputs[2].shape) if dy is None else dy
+    *gradients, d_initial = fla_kimi_delta_backward(dy, d_final, *inputs, cumsum, reads, overlaps)
+    return *gradients, None if inputs[5] is None else d_initial, None
+
+
+fla_kimi_delta_forward.register_autograd(_backward, setup_context=_setup_context)

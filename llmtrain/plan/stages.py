@@ -1,0 +1,41 @@
+"""Stages of a pipeline (train.parallel.pipeline): consecutive layers of about the same work each, by counted FLOPs.
+
+Where the borders lie changes no result and no checkpoint.
+"""
+
+from collections.abc import Sequence
+
+from llmtrain.models.hybrid import HybridLM
+
+Bounds = list[tuple[int, int]]
+"""Of each stage its first layer, and the one behind its last."""
+
+
+def stage_bounds(model: HybridLM, seq_len: int, stages: int) -> Bounds:
+    """Stages of a whole model, whose most expensive one costs the least that it can."""
+    return divided(stage_costs(model, seq_len), stages)
+
+
+def stage_costs(model: HybridLM, seq_len: int) -> list[int]:
+    """FLOP of training on one sequence, by layer; the last layer's with those of the head."""
+    costs = [block.flops(seq_len, causal=True).total for block in model.layer_blocks()]
+    costs[-1] += model.flops(seq_len, causal=True).total - sum(costs)
+    return costs
+
+
+def divided(costs: Sequence[int], parts: int) -> Bounds:
+    """Runs of consecutive entries, none of them empty, whose largest sum is the least; of several such ways the one with the
+    earliest borders. At most as many parts as entries."""
+    assert 1 <= parts <= len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: (largest sum, borders) of the first n entries in so many parts as the loop has reached.
+    best: dict[int, tuple[int, list[int]]] = {n: (sums[n], [n]) for n in range(1, len(costs) + 1)}
+    for count in range(2, parts + 1):
+        best = {
+            n: min((max(best[m][0], sums[n] - sums[m]), [*best[m][1], n]) for m in range(count - 1, n))
+            for n in range(count, len(costs) + 1)
+        }
+    borders = best[len(costs)][1]
+    return list(zip([0, *borders[:-1]], borders, strict=True))

@@ -1,0 +1,141 @@
+"""Forward and backward passes of a batch through the stages of a pipeline, by the schedules of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from llmtrain.models.hybrid import Stream
+from llmtrain.models.loss import LossOutput
+from llmtrain.objectives.base import loss_in
+from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.step import Observer, Part, Step, to_device
+
+
+class PipelineStep(Step):
+    """The passes of this rank's stage. All stages read the same samples; losses are computed by the last, and known to all once
+    the passes are done, so that observers see them as in a run without stages, but after the backward passes."""
+
+    model: StagedLM
+    _names: list[str] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}
+
+    def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
+        model = self.model
+        passes = _Passes(self, parts, mean)
+        schedule = self._schedule_of(len(parts), *parts[0]["input_ids"].shape)
+        module = schedule._stage.submod
+        assert isinstance(module, _Module)
+        module.passes = passes
+        numbers = torch.arange(len(parts))
+        try:
+            schedule.step(target=numbers if model.hybrid.ends else None, return_outputs=False, number=numbers)
+        except RuntimeError as error:  # torch wraps what a forward pass raises
+            raise error.__cause__ or error from None
+        return self._reported(passes, observe)
+
+    def _schedule_of(self, count: int, rows: int, tokens: int) -> Schedule1F1B:
+        """The schedule of batches of so many microbatches [rows, tokens]."""
+        key = (count, rows, tokens)
+        if key not in self._schedules:
+            stage = _Stage(self, rows, tokens)
+            self._schedules[key] = Schedule1F1B(stage, count, lambda output, _: output, scale_grads=False)
+        return self._schedules[key]
+
+    def _reported(self, passes: _Passes, observe: Observer) -> dict[str, Tensor]:
+        """Weighted sums of the losses of all microbatches, which every stage has and observes."""
+        stages, device, parts = self.model.stages, self.model.device, passes.parts
+        if self._names is None:
+            names = [list(passes.found[0]) if passes.found else []]
+            dist.broadcast_object_list(names, stages.peer(stages.size - 1), stages.group, device=device)
+            [self._names] = names
+        losses = torch.zeros(len(parts), len(self._names), device=device)
+        if self.model.hybrid.ends:
+            losses += torch.stack([torch.stack([one[name] for name in self._names]) for one in passes.found])
+        dist.all_reduce(losses, group=stages.group)
+        for part, values in zip(parts, losses, strict=True):
+            terms = dict(zip(self._names, values, strict=True))
+            output = LossOutput(terms.pop("total"), terms, values.new_tensor(part["n_labels"]))
+            observe("before_forward", part, None)
+            for moment in ("after_forward", "before_loss", "after_loss", "before_backward"):
+                observe(moment, part, output)
+            observe("after_backward", part, None)
+        weights = losses.new_tensor([passes.weight(number) for number in range(len(parts))])
+        return dict(zip(self._names, weights @ losses, strict=True))
+
+
+class _Passes:
+    """Microbatches of one step. found: losses of each, at the last stage."""
+
+    def __init__(self, step: PipelineStep, parts: list[Part], mean: float):
+        self.step, self.parts, self.mean = step, parts, mean
+        self.found: list[dict[str, Tensor]] = []
+
+    def weight(self, number: int) -> float:
+        return self.parts[number]["n_labels"] / self.mean
+
+    def forward(self, number: int, received: tuple[Tensor, ...]) -> Stream:
+        """Result of a microbatch: the next stage's input, or the weighted loss, [1]."""
+        step, model = self.step, self.step.model
+        batch, weight = to_device(self.parts[number], model.device), self.weight(number)
+        context = model.context(batch["input_ids"], batch.get("document_ids"), step.segments)
+        inputs: Any = received if len(received) > 1 else received[0] if received else batch["input_ids"]
+        model.scheduled = True
+        try:
+            if model.hybrid.ends:
+                output = loss_in(context, model, step.objective, batch, inputs)
+                self.found.append({"total": output.loss.detach(), **output.terms})
+                return (output.loss * weight).reshape(1)
+            sent = model(inputs, context, _nothing)
+        finally:
+            model.scheduled = False
+        if context.losses is None:
+            return sent
+        x, *further = sent if isinstance(sent, tuple) else (sent,)
+        return (context.losses.weigh(x, weight), *further) if further else context.losses.weigh(x, weight)
+
+
+def _nothing(*_: Tensor) -> None:
+    """The output of a stage that has none."""
+
+
+class _Module(nn.Module):
+    """Module of torch's stage. It holds no parameters: FSDP2 is driven by GradientSync, as without stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: Any = None
+
+    def forward(self, *received: Tensor, number: Tensor) -> Stream:
+        return self.passes.forward(int(number), received)
+
+
+class _Stage(PipelineStage):
+    """This rank's stage for microbatches [rows, tokens], which may be this rank's part of sequences."""
+
+    def __init__(self, step: PipelineStep, rows: int, tokens: int):
+        model, stages = step.model, step.model.stages
+        hybrid, self.sync = model.hybrid, step.sync
+        between = tokens // (1 if hybrid.ranks is None else hybrid.ranks.size)
+        stream = torch.empty(rows, between, hybrid.config.d_model, dtype=hybrid.dtype, device="meta")
+        super().__init__(
+            _Module(),
+            stages.rank,
+            stages.size,
+            model.device,
+            input_args=() if hybrid.begins else (stream,) * (1 + hybrid.receives_embedding),
+            output_args=(torch.empty(1, device="meta"),) if hybrid.ends else (stream,) * (1 + hybrid.sends_embedding),
+            group=stages.group,
+        )
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        assert self.chunks is not None
+        self.sync.mark(bwd_chunk_id == self.chunks - 1)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

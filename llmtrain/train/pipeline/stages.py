@@ -1,0 +1,128 @@
+"""This rank's place in a pipeline, and the model of its stage."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from llmtrain.models.causal_lm import CausalLM, Output
+from llmtrain.models.context import Context
+from llmtrain.models.hybrid import HybridLM, Stream
+from llmtrain.models.layer_part import step_sums
+from llmtrain.plan.stages import stage_bounds
+
+
+@dataclass(frozen=True)
+class Stages:
+    """rank: this rank's stage of `size`. group: one rank of each stage, in order, which pass activations on. holders: of every
+    parameter that several stages hold, by name, the process group of those; None where this rank's stage is none of them. ranks:
+    of this stage, where layers sum anything over a step (models/layer_part.py)."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    holders: dict[str, dist.ProcessGroup | None]
+    ranks: dist.ProcessGroup | None = None
+
+    def peer(self, stage: int) -> int:
+        """Global rank of another stage of this pipeline."""
+        return dist.get_global_rank(self.group, stage)
+
+
+class StagedLM(CausalLM):
+    """A CausalLM of which this rank holds one stage.
+
+    In training a schedule (schedule.py) calls it with what the stage before sent, and `scheduled`. Every other call, without
+    gradients, is as of a whole model: all ranks of the pipeline make it with the same arguments, activations go from stage to
+    stage, and all get what the last stage computes. Logits exist there alone.
+    """
+
+    stages: Stages
+    scheduled = False
+
+    def begin(self, mesh: DeviceMesh, seq_len: int | None) -> None:
+        """Keep this rank's layers of a model on the meta device. mesh: with a dimension `stage`. seq_len: for which layers are
+        counted; default: the model's largest. Every rank calls this."""
+        whole, size = self.hybrid, mesh.size(0)
+        bounds = stage_bounds(whole, seq_len or whole.config.max_seq_len, size)
+        parts = [whole.stage(*bound) for bound in bounds]
+        rank = mesh.get_local_rank("stage")
+        ranks = _group_of(mesh.mesh.flatten(1).tolist()) if step_sums(whole) else None
+        self.stages = Stages(rank, size, mesh.get_group("stage"), _holders(parts, mesh), ranks)
+        self.hybrid = parts[self.stages.rank]
+
+    def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
+        """Returns the last stage's result; in a schedule this stage's, which the next one reads."""
+        if self.scheduled:
+            return self._pass(inputs, context, output)
+        assert not torch.is_grad_enabled(), "gradients come by a schedule"
+        if not self.hybrid.begins:
+            inputs = self._received()
+        found = self._pass(inputs, context, output)
+        if not self.hybrid.ends:
+            self._send(found)
+        return self._shared(found)
+
+    def _pass(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
+        hidden = self.hybrid(inputs, context)
+        return self.compute(hidden, output) if self.hybrid.ends else hidden
+
+    def _send(self, stream: Stream) -> None:
+        tensors = stream if isinstance(stream, tuple) else (stream,)
+        to, group = self.stages.peer(self.stages.rank + 1), self.stages.group
+        shape = torch.tensor([len(tensors), *tensors[0].shape], device=self.device)
+        for tensor in (shape, *tensors):
+            dist.send(tensor.contiguous(), to, group)
+
+    def _received(self) -> Stream:
+        source, group = self.stages.peer(self.stages.rank - 1), self.stages.group
+        shape = torch.empty(4, dtype=torch.int64, device=self.device)
+        dist.recv(shape, source, group)
+        count, *sizes = shape.tolist()
+        tensors = tuple(torch.empty(sizes, dtype=self.hybrid.dtype, device=self.device) for _ in range(count))
+        for tensor in tensors:
+            dist.recv(tensor, source, group)
+        return tensors[0] if count == 1 else tensors  # type: ignore[return-value]
+
+    def _shared(self, result: Output) -> Output:
+        """Result of the last stage, with its tensors on this rank's device."""
+        stages, file = self.stages, io.BytesIO()
+        if self.hybrid.ends:
+            torch.save(result, file)
+        answer = [file.getvalue()]
+        dist.broadcast_object_list(answer, stages.peer(stages.size - 1), stages.group, device=self.device)
+        if self.hybrid.ends:
+            return result
+        return torch.load(io.BytesIO(answer[0]), map_location=self.device, weights_only=False)
+
+
+def _holders(parts: list[HybridLM], mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
+    """Stages.holders. Every rank calls this, as every rank of the run makes every group."""
+    stages_of: dict[str, tuple[int, ...]] = {}
+    for stage, part in enumerate(parts):
+        for name, _ in part.named_parameters():
+            stages_of[name] = (*stages_of.get(name, ()), stage)
+    pipelines = mesh.mesh.flatten(1).T.tolist()  # the ranks of each, in order
+    groups = {
+        some: _group_of([[pipeline[stage] for stage in some] for pipeline in pipelines])
+        for some in sorted({some for some in stages_of.values() if len(some) > 1})
+    }
+    return {name: groups[some] for name, some in stages_of.items() if len(some) > 1}
+
+
+def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """Makes process groups of these ranks, and returns the one that has this rank."""
+    found = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found = group
+    return found

@@ -1,0 +1,65 @@
+"""Ranks that hold stages of a model (train.parallel.pipeline) compute what one rank does."""
+
+import os
+
+import pytest
+
+from tests.distributed.test_context_parallel import MODELS, SHORT, SLOW, assert_exact, assert_same_run
+from tests.support.runs import Run, train
+from tests.support.shared_sequences import Case, random_case
+from tests.support.tiny import tiny_config
+
+SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
+"""Of the slow random cases: another gives others."""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
+def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size):
+    """Documents; tied embeddings, shared blocks that two stages use, and as many microbatches as stages or more."""
+    mesh = {"parallel": {"pipeline": 2}, "sharding": {"strategy": "full"}}
+    assert_exact(ranks, size, [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())])
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.ci)], ids=["few", "more"])
+def test_random_models_on_random_meshes(ranks, seeds):
+    """Meshes of stages, context, tensor, shards and replicas."""
+    assert_exact(ranks, 4, [random_case(seed, 4, staged=True) for seed in seeds])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_many_random_models_on_random_meshes(ranks, size):
+    first = 1000 * size + 10_000 * SEED
+    for begin in range(first, first + 42, 7):
+        assert_exact(ranks, size, [random_case(seed, size, staged=True) for seed in range(begin, begin + 7)])
+
+
+EIGHT = SHORT | {"train.microbatch_size": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, shards, tmp_path_factory) -> Run:
+    """The run of one rank."""
+    return ranks(1).run(train, tiny_config(shards, tmp_path_factory.mktemp("whole"), EIGHT))[0]
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [(2, {"pipeline": 2}, 2), (1, {}, None)],
+        pytest.param(
+            [(4, {"pipeline": 2}, 1), (1, {}, 2), (4, {"pipeline": 2, "tensor": 2}, 3), (3, {"pipeline": 3}, None)],
+            marks=SLOW,
+        ),
+    ],
+    ids=["there and back", "over four meshes"],
+)
+def test_a_run_and_its_checkpoints_move_between_meshes(ranks, shards, tmp_path, whole, legs):
+    """legs: (ranks, train.parallel, the step before which it is interrupted)."""
+    samples: dict[int, list[int]] = {}
+    for size, parallel, stop_before in legs:
+        config = tiny_config(shards, tmp_path / "run", EIGHT | {"train.parallel": parallel})
+        run = ranks(size).run(train, config, stop_before)[0]
+        samples |= {step: ids[:: config.train.parallel.ranks] for step, ids in run.samples.items()}
+    assert samples == whole.samples
+    assert_same_run(run, whole)
