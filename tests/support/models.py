@@ -144,12 +144,13 @@ def build(
     backend: str = "auto",
     layers: str | None = None,
     documents: bool = False,
+    vocab_size: int = VOCAB,
 ) -> CausalLM:
     """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
 
     device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
     """
-    settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
     settings["blocks"] = {name: _with_backend(block, backend) for name, block in settings["blocks"].items()}
     if backend in get_args(NormBackend):
         settings["norm"] = settings.get("norm", {}) | {"backend": backend}
