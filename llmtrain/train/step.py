@@ -105,8 +105,12 @@ class Step:
         if self.model.hybrid.losses is not None:
             self.model.hybrid.losses.reset()
         losses = self._passes(parts, mean, observe)
-        attached = self.model.hybrid.losses
-        return StepResult(losses if attached is None else losses | attached.terms, labels // self.copies)
+        return StepResult(losses | self._attached(), labels // self.copies)
+
+    def _attached(self) -> dict[str, Tensor]:
+        """Weighted losses that layers attached."""
+        losses = self.model.hybrid.losses
+        return {} if losses is None else losses.terms
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""

@@ -41,6 +41,10 @@ class PipelineStep(Step):
             raise error.__cause__ or error from None
         return self._reported(passes, observe)
 
+    def _attached(self) -> dict[str, Tensor]:
+        """Weighted losses of the layers of this stage, whose mean over all stages is the sum."""
+        return {name: loss * self.model.stages.size for name, loss in super()._attached().items()}
+
     def _schedule_of(self, count: int, rows: int, tokens: int) -> Schedule1F1B:
         """The schedule of batches of so many microbatches [rows, tokens]."""
         key = (count, rows, tokens)
@@ -134,6 +138,19 @@ class _Stage(PipelineStage):
             output_args=(torch.empty(1, device="meta"),) if hybrid.ends else (stream,) * (1 + hybrid.sends_embedding),
             group=stages.group,
         )
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any) -> tuple[Any, ...]:
+        """Buffers for what is received of as many microbatches as are under way at a time, where torch makes some for all."""
+        most = min(self.num_stages - self.stage_index, num_microbatches)
+        found = super()._prepare_forward_infra(most, *args)
+        for number in range(most, num_microbatches):
+            self.args_recv_info[number] = self.args_recv_info[number % most]
+        return found
+
+    def _prepare_backward_infra(self, num_microbatches: int) -> None:
+        super()._prepare_backward_infra(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         assert self.chunks is not None
