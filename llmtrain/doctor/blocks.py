@@ -57,8 +57,10 @@ def _reason(one: Chosen, here: Platform) -> str:
         return one.refusal
     if one.rows:
         best, *others = one.rows
-        behind = "".join(f"; {row.backend} {row.ms:.3g} ms" for row in others)
-        return f"measured on {best.device}, {best.date} ({best.commit}): {best.ms:.3g} ms at {best.label}{behind}"
+        row, behind = best.nearest, "".join(f"; {other.backend} {other.ms:.3g} ms" for other in others)
+        if best.predicted:
+            return f"predicted from cells on {row.device}, the nearest {row.label}: {best.ms:.3g} ms{behind}"
+        return f"measured on {row.device}, {row.date} ({row.commit}): {best.ms:.3g} ms at {row.label}{behind}"
     if name == one.backend:
         return "named in the YAML"
     if here.vendor == "cpu":

@@ -4,31 +4,24 @@ The ranks exchange what they found through the store at which they meet: a rank 
 rank 0 names it. Nothing here waits without a time limit.
 """
 
-import contextlib
-import functools
 import itertools
 import json
 import os
 import re
-import socket
 import subprocess
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from llmtrain.distributed.world import (
-    LISTENER,
     World,
     exit_status_of_rank,
-    launched_by_a_launcher,
     world_from_environment,
 )
-from llmtrain.doctor import cluster_node
+from llmtrain.doctor import cluster_node, cluster_reach
+from llmtrain.doctor.cluster_exchange import Exchange, guarded, within
 from llmtrain.doctor.cluster_judge import Link, Problem, bars, problems
 from llmtrain.doctor.cluster_links import measure_links
 from llmtrain.doctor.cluster_node import Report
@@ -39,13 +32,10 @@ from llmtrain.kernels import platform
 from llmtrain.logs import run_log
 from llmtrain.schema.config import Config
 
-PATIENCE = 50.0
-"""Seconds after which a rank that has not come, or not answered, is named."""
+PATIENCE = 45.0
+"""Seconds after which a rank that has not come is named, and, once all have, one that has not answered."""
 _FOLDER_SECONDS = 10.0
 """Time for a file of rank 0 to appear on another node; network file systems cache the names of a folder."""
-_ACKNOWLEDGE = 5.0
-"""Seconds that rank 0 waits for the others to have read its verdict."""
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -118,28 +108,37 @@ def examine(world: World, folder: Path | None, patience: float = PATIENCE) -> st
     if world.size % world.local_size:
         raise UserError(f"{world.size} ranks are not so many nodes of {world.local_size}: all nodes need as many ranks")
     exchange = Exchange(world, patience)
-    here = platform.detect()
+    return guarded(exchange, lambda: _examine(exchange, folder))
+
+
+def _examine(exchange: Exchange, folder: Path | None) -> str:
+    world, here = exchange.world, platform.detect()
     report = Report(world.rank, world.rank // world.local_size, cluster_node.host_name())
     # Before any rank of this node touches its GPU: whoever is there then is not of this job.
     found = cluster_node.states(here) if world.local_rank == 0 else {}
     exchange.put("here", report.host)
     if world.is_main:
         _begin(exchange, folder)
-    start = exchange.await_main("start", patience + 15)
+    start = exchange.await_main("start")
     if start["faults"]:
         return start["faults"]
+    exchange.renew()
     _measure(exchange, report, here, folder and folder / start["mark"], found)
-    links: list[Link] = []
+    links = None
     if exchange.agree(report.error is None, "measured") and world.size > 1:
-        links, error = _within(patience, lambda: measure_links(exchange.group_store(), world, here))
-        report.error = error and f"an all-reduce: {error}"
+        if world.local_rank == 0:
+            found, report.error = within(exchange, lambda branch: _unreached(branch, report))
+            report.unreached = found or {}
+        if exchange.agree(report.error is None and not report.unreached, "reached"):
+            links, error = within(exchange, lambda branch: measure_links(branch.group_store(), world, here))
+            report.error = error and f"an all-reduce: {error}"
     exchange.put("report", json.dumps([asdict(report), [asdict(link) for link in links or []]]))
     if world.is_main:
         _judge(exchange, folder and folder / start["mark"])
-    return exchange.await_main("verdict", patience + 30)["faults"]
+    return exchange.await_main("verdict")["faults"]
 
 
-def _begin(exchange: "Exchange", folder: Path | None) -> None:
+def _begin(exchange: Exchange, folder: Path | None) -> None:
     """Await all ranks, put a mark into the run's folder, and publish both; on rank 0."""
     hosts, missing = exchange.collect("here")
     faults, mark = "", f".preflight-{uuid.uuid4().hex}"
@@ -159,17 +158,17 @@ def _absent(world: World, missing: list[int], hosts: dict[int, str], what: str) 
     """A fault for each node with missing ranks. hosts: names by rank, of those that came."""
     names, found = _hosts(os.environ.get("SLURM_STEP_NODELIST", "")), []
     came = {rank // world.local_size: host for rank, host in hosts.items()}
+    others = ", ".join(dict.fromkeys(host for rank, host in hosts.items() if rank not in missing)) or "none"
     for node, of in itertools.groupby(missing, lambda rank: rank // world.local_size):
         ranks = list(of)
         host = came.get(node) or (names[node] if node < len(names) else None)
         span = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        others = ", ".join(dict.fromkeys(came.values())) or "none"
-        found.append(Problem(host, f"node {node} ({span} of {world.size}) {what}; those that came: {others}"))
+        found.append(Problem(host, f"node {node} ({span} of {world.size}) {what}; the others: {others}"))
     return found
 
 
 def _measure(
-    exchange: "Exchange",
+    exchange: Exchange,
     report: Report,
     here: platform.Platform,
     mark: Path | None,
@@ -180,29 +179,45 @@ def _measure(
     if world.local_rank == 0:
         report.clock = exchange.clock_offset()
         text = found if isinstance(found, str) else {key: asdict(state) for key, state in found.items()}
-        exchange.put("gpus", json.dumps(text), number=report.node)
+        exchange.put("gpus", json.dumps(text), report.node)
     if mark is not None:
-        deadline = time.monotonic() + min(_FOLDER_SECONDS, exchange.patience)
+        deadline = time.monotonic() + min(_FOLDER_SECONDS, exchange.patience / 2)
         while not (seen := mark.exists()) and time.monotonic() < deadline:
             time.sleep(0.2)
         report.sees_folder = seen
 
-    def work() -> None:
+    def work(branch: Exchange) -> None:
         if here.vendor != "cpu":
             import torch
 
             torch.cuda.set_device(world.local_rank)
-            states = json.loads(exchange.get("gpus", report.node))
+            states = json.loads(branch.get("gpus", report.node))
             known = states if isinstance(states, str) else {key: GpuState(**one) for key, one in states.items()}
             cluster_node.set_gpu(report, known, world.local_rank)
         cluster_node.measure(report, platform.detect())
 
-    _, report.error = _within(exchange.patience, work)
+    _, report.error = within(exchange, work)
 
 
-def _judge(exchange: "Exchange", mark: Path | None) -> None:
+def _unreached(exchange: Exchange, report: Report) -> dict[str, list[str]]:
+    """Addresses of the neighbours in the ring of nodes that this node does not reach, by node, with reasons."""
+    nodes, found = exchange.world.size // exchange.world.local_size, dict[str, list[str]]()
+    with cluster_reach.listening(cluster_reach.places(report.on_gpu), f"node {report.node}") as here:
+        exchange.put("places", json.dumps([asdict(place) for place in here]), report.node)
+        neighbours = {(report.node + step) % nodes for step in (1, -1)} - {report.node}
+        for node in neighbours:
+            for place in json.loads(exchange.get("places", node)):
+                if reason := cluster_reach.unreached(cluster_reach.Place(**place), f"node {node}"):
+                    found.setdefault(str(node), []).append(reason)
+        exchange.put("tried", "", report.node)
+        for node in neighbours:  # they may still be trying
+            exchange.get("tried", node)
+    return found
+
+
+def _judge(exchange: Exchange, mark: Path | None) -> None:
     """Collect the reports, print the result, and publish it; on rank 0."""
-    answers, missing = exchange.collect("report", 5.0)
+    answers, missing = exchange.collect("report")
     if mark is not None:
         mark.unlink(missing_ok=True)
     reports, links = list[Report](), list[Link]()
@@ -211,7 +226,7 @@ def _judge(exchange: "Exchange", mark: Path | None) -> None:
         gpu = of_rank.pop("gpu")
         reports.append(Report(**of_rank, gpu=gpu and GpuState(**gpu)))
         links += [Link(**one | {"nodes": tuple(one["nodes"])}) for one in of_links]
-    hosts = {one.rank: one.host for one in reports}
+    hosts, _ = exchange.collect("here")
     absent = _absent(exchange.world, missing, hosts, "came, and did not answer")
     verdict = Verdict(reports, links, [*problems(reports, links), *absent])
     _show(verdict)
@@ -243,150 +258,3 @@ def _show(verdict: Verdict) -> None:
 
 def _size(count: int) -> str:
     return "unlimited" if count < 0 else f"{count / 2**30:.2g} GiB"
-
-
-def _within(seconds: float, work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None), or (None, why there is none): `work` in a thread that is left behind when it hangs."""
-    answer: list[tuple[Any, str | None]] = []
-
-    def call() -> None:
-        try:
-            answer.append((work(), None))
-        except Exception as error:  # whatever a GPU or network does wrong is what is looked for
-            answer.append((None, f"{type(error).__name__}: {error}".splitlines()[0][:300]))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answer[0] if answer else (None, f"no answer in {seconds:g} s")
-
-
-@functools.cache
-def _meet(world: World, patience: float):
-    """The store of the job, a torch.distributed.Store: torchrun's, or one that rank 0 opens at MASTER_PORT. It stays open, since
-    the run's own group finds it there. Raises RunError where rank 0 cannot be reached."""
-    import torch.distributed as dist
-
-    if not launched_by_a_launcher():
-        return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    opens = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=patience)
-    if not opens:
-        _await_listener(address, port, patience)
-    handle = os.environ.pop(LISTENER, None) if opens else None
-    try:
-        return dist.TCPStore(
-            address,
-            port,
-            world.size,
-            opens,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=handle is None,  # the run's own store is then the same
-            master_listen_fd=None if handle is None else int(handle),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise _unreached(address, port, patience, error) from None
-
-
-def _await_listener(address: str, port: int, patience: float) -> None:
-    """Wait until somebody listens there. PyTorch's store would try for twice its time limit and longer. Raises RunError."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
-        except OSError as error:  # also of an unknown name
-            if time.monotonic() > deadline:
-                raise _unreached(address, port, patience, error) from None
-        time.sleep(min(0.2, patience))
-
-
-def _unreached(address: str, port: int, patience: float, error: Exception) -> RunError:
-    return RunError(
-        f"preflight: rank {os.environ['RANK']} on {cluster_node.host_name()} does not reach rank 0 at {address}:{port} in "
-        f"{patience:g} s ({str(error).splitlines()[0][:200]}): that node is not there, or MASTER_ADDR is wrong"
-    )
-
-
-class Exchange:
-    """Messages of one examination among the ranks, through their store."""
-
-    def __init__(self, world: World, patience: float):
-        import torch.distributed as dist
-
-        self.world, self.patience = world, patience
-        prefix = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_numbers)}"
-        self._store = dist.PrefixStore(prefix, _meet(world, patience))
-
-    def group_store(self):
-        """A store for the process group of the all-reduces."""
-        import torch.distributed as dist
-
-        return dist.PrefixStore("group", self._store)
-
-    def put(self, what: str, text: str, number: int | None = None) -> None:
-        self._store.set(f"{what}/{self.world.rank if number is None else number}", text)
-
-    def get(self, what: str, number: int, seconds: float | None = None) -> str:
-        """A message, once it is there. Raises RuntimeError after so many seconds (default: patience)."""
-        self._store.wait([f"{what}/{number}"], timedelta(seconds=self.patience if seconds is None else seconds))
-        return self._store.get(f"{what}/{number}").decode()
-
-    def collect(self, what: str, more: float = 0.0) -> tuple[dict[int, str], list[int]]:
-        """(messages by rank, ranks without one after the patience and so many more seconds)."""
-        deadline = time.monotonic() + self.patience + more
-        found, missing = {}, []
-        for rank in range(self.world.size):
-            try:
-                found[rank] = self.get(what, rank, max(deadline - time.monotonic(), 0.01))
-            except RuntimeError:
-                missing.append(rank)
-        return found, missing
-
-    def publish(self, what: str, message: dict[str, Any], absent: Collection[int] = ()) -> None:
-        """Answer all ranks, on rank 0, and wait until those that are there have read it: the store ends with this process."""
-        self.put(what, json.dumps(message))
-        deadline = time.monotonic() + min(_ACKNOWLEDGE, self.patience)
-        for rank in set(range(1, self.world.size)).difference(absent):
-            with contextlib.suppress(RuntimeError):
-                self.get(f"read/{what}", rank, max(deadline - time.monotonic(), 0.01))
-
-    def await_main(self, what: str, seconds: float) -> dict[str, Any]:
-        """The message of rank 0. Raises RunError if there is none."""
-        try:
-            text = self.get(what, 0, seconds)
-            self.put(f"read/{what}", "")
-        except RuntimeError:
-            raise RunError(f"preflight: rank 0 at {os.environ.get('MASTER_ADDR')} stopped answering") from None
-        return json.loads(text)
-
-    def agree(self, fine: bool, what: str) -> bool:
-        """True if it is fine on every rank."""
-        self.put(what, "fine" if fine else "")
-        if self.world.is_main:
-            answers, missing = self.collect(what, 5.0)
-            self.publish(f"all {what}", {"fine": not missing and all(answers.values())}, missing)
-        return self.await_main(f"all {what}", self.patience + 30)["fine"]
-
-    def clock_offset(self) -> float:
-        """Seconds by which this node's clock is ahead of rank 0's, which answers every node's first rank in turn."""
-        nodes, here, offset = self.world.size // self.world.local_size, self.world.rank // self.world.local_size, 0.0
-        if not self.world.is_main:
-            with contextlib.suppress(RuntimeError):  # rank 0 ended: `await_main` reports it
-                self.get("turn", here)
-                asked = wall_clock()
-                self.put("ask", "", number=here)
-                main = float(self.get("clock", here))
-                offset = (asked + wall_clock()) / 2 - main
-            return offset
-        for node in range(1, nodes):
-            self.put("turn", "", number=node)
-            with contextlib.suppress(RuntimeError):  # a node that is gone is missing in what is collected
-                self.get("ask", node, min(self.patience, 5.0))
-                self.put("clock", repr(wall_clock()), number=node)
-        return offset
-
-
-def wall_clock() -> float:
-    return time.time()

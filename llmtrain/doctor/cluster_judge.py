@@ -70,6 +70,10 @@ def problems(reports: Sequence[Report], links: Sequence[Link]) -> list[Problem]:
     nodes = {one.node: one for one in reversed(reports)}
     found += [Problem(one.host, text) for _, one in sorted(nodes.items()) for text in _of_node(one)]
     found += _unequal({one.rank: (one.host, one.versions | {"GPU": one.device}) for one in reports if not one.error})
+    for one in nodes.values():
+        for node, reasons in one.unreached.items():
+            host = nodes[int(node)].host if int(node) in nodes else None
+            found += [Problem(host, f"is not reached from {one.host} at {reason}") for reason in reasons]
     return found + _of_links(nodes, links)
 
 

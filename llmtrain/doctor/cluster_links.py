@@ -24,9 +24,10 @@ def measure_links(store, world: World, here: Platform) -> list[Link]:
     import torch
     import torch.distributed as dist
 
-    own = not dist.is_initialized()
+    own, gpu = not dist.is_initialized(), here.vendor != "cpu"
+    if gpu:
+        torch.cuda.set_device(world.local_rank)  # of this thread
     if own:
-        gpu = here.vendor != "cpu"
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=store,
@@ -53,22 +54,20 @@ def measure_links(store, world: World, here: Platform) -> list[Link]:
 
 
 def _all_reduce(group, size: int, here: Platform) -> tuple[float, bool]:
-    """(bus bandwidth in GB/s, whether the sums were right): each rank sends and receives 2 (n-1) / n of the bytes."""
+    """(bus bandwidth of the fastest of ten in GB/s, whether the sums were right): each rank sends and receives 2 (n-1) / n of the
+    bytes."""
     import torch
     import torch.distributed as dist
 
     gpu = here.vendor != "cpu"
-    count, times = ((128 << 20), 10) if gpu else ((1 << 20), 3)
-    values = torch.ones(count, device=here.device_type)
+    values = torch.ones((128 << 20) if gpu else (1 << 20), device=here.device_type)
     dist.all_reduce(values, group=group)  # makes the connections
-    right = bool((values == size).all())
-    dist.all_reduce(values.fill_(0), group=group)
-    if gpu:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
+    right, seconds = bool((values == size).all()), []
+    values.fill_(0)
+    for _ in range(10):
+        began = time.perf_counter()
         dist.all_reduce(values, group=group)
-    if gpu:
-        torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / times
-    return 2 * (size - 1) / size * values.nbytes / seconds / 1e9, right
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * (size - 1) / size * values.nbytes / min(seconds) / 1e9, right

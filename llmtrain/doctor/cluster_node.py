@@ -31,7 +31,8 @@ class Report:
 
     kind: the device's row of flops/peaks.csv, or None. wrong_words: 64-bit words that were read otherwise than written.
     repeats: equal products were equal to the bit. tool_error: reason why the vendor's tool did not answer.
-    sees_folder: whether the node sees the run's folder; None: not asked. error: that ended the measurement.
+    sees_folder: whether the node sees the run's folder; None: not asked. unreached: addresses of other nodes that this one does not
+    reach, by node. error: that ended the measurement.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Report:
     clock: float = 0.0
     sees_folder: bool | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    unreached: dict[str, list[str]] = field(default_factory=dict)
     error: str | None = None
 
 

@@ -27,7 +27,7 @@ from llmtrain.kernels.rotary import spec as rotary
 from llmtrain.kernels.ssd import spec as ssd
 
 if TYPE_CHECKING:
-    from llmtrain.kernels.attention.measured import Row as MeasuredRow
+    from llmtrain.kernels.attention.measured import Choice
 
 Operation = Literal[
     "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "kimi_delta", "experts",
@@ -173,7 +173,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     # One new token per row, for decoding from a cache.
     "attention_step": (
         Backend("reference", "llmtrain.kernels.attention.step"),
-        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton),
+        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton_step),
     ),
     "ssd_step": (
         Backend("reference", "llmtrain.kernels.ssd.step"),
@@ -250,8 +250,8 @@ def resolve(operation: Operation, name: str, spec: Spec, platform: Platform, seq
 
 def measured(
     operation: Operation, name: str, spec: Spec, platform: Platform, seq_len: int | None = None
-) -> list[MeasuredRow]:
-    """Measurements that `resolve` chooses by, the fastest first; none where no cell applies to the spec."""
+) -> list[Choice]:
+    """Times that `resolve` chooses by, the one to take first; none where no measured cells apply to the spec."""
     candidates = _candidates(operation, name)
     if operation != "attention" or len(candidates) == 1:
         return []

@@ -13,7 +13,7 @@ from llmtrain.models.sections.block import Kernel, WithBackend
 from llmtrain.models.sections.layers import NormConfig
 
 if TYPE_CHECKING:
-    from llmtrain.kernels.attention.measured import Row
+    from llmtrain.kernels.attention.measured import Choice
 
 
 def backend_problems(config: ModelConfig, dtype: str = "bfloat16", documents: bool = False) -> Iterator[Problem]:
@@ -74,14 +74,14 @@ def servable(config: ModelConfig, platform: Platform, dtype: str) -> ModelConfig
 class Chosen(NamedTuple):
     """A kernel of a model as it is built on a platform. block: name, and the path of the part within it, or `model`.
 
-    backend: None where none can serve, for the reason `refusal`. rows: the measurements that the choice rests on, the fastest
-    first; empty where there is none, or the backend is named in the config.
+    backend: None where none can serve, for the reason `refusal`. rows: the times that the choice rests on, its own first; empty
+    where there are none, or the backend is named in the config.
     """
 
     block: str
     kernel: Kernel
     backend: str | None
-    rows: list[Row]
+    rows: list[Choice]
     refusal: str | None = None
 
 

@@ -28,6 +28,7 @@ from llmtrain.plan.memory import (
     exchanged_bytes,
     gathered_bytes,
     host_state_bytes,
+    routed_bytes,
     shard_ranks,
     stage_memories,
 )
@@ -126,6 +127,8 @@ class Description:
     """Bytes that a GPU receives per microbatch and forward pass from those that share its sequences."""
     exchanged: float
     """Bytes that a GPU receives per microbatch and forward pass from those that share its layers."""
+    routed: float
+    """Those from ranks that divide the experts with it."""
     tokens_per_step: int
     steps: int | None
     schedule: str | None
@@ -205,6 +208,7 @@ def describe(
         fits=plans_that_fit(config, sizes, world_size, ADVISED * gpu_memory) if gpu_memory and too_much else [],
         gathered=gathered_bytes(config),
         exchanged=exchanged_bytes(config),
+        routed=routed_bytes(config),
         tokens_per_step=config.tokens_per_step,
         steps=steps,
         schedule=schedule,

@@ -45,6 +45,7 @@ from dataclasses import dataclass, fields
 from llmtrain.errors import UserError
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.schema.adapt import NF4_BYTES
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
@@ -69,6 +70,8 @@ class ParameterSizes:
     """Channels of their inputs, over all layers."""
     float8_beside: int = 0
     """Of these, those that are kept in the computation's format too: outputs of attention."""
+    elsewhere: int = 0
+    """Of the total, experts of other ranks (train.parallel.expert), which are never gathered on this one."""
     head: int = 0
     """Of the root, those of an untied head, whose gradients are reduced by themselves."""
     frozen: int = 0
@@ -168,14 +171,14 @@ def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
     # On one rank frozen weights are read where they are (train/parallel.py).
-    gathered = sizes.total if whole else sizes.root + 2 * sizes.largest_layer
+    gathered = sizes.total - sizes.elsewhere if whole else sizes.root + 2 * sizes.largest_layer
     gathered = sizes.trained if shards == 1 else gathered - gathered * sizes.narrow // sizes.total
     wide = 4 * sizes.trained + width * (sizes.frozen - sizes.narrow)
     held = width * gathered
     if train.float8 is not None and train.float8.gathers:
         held -= (width - 1) * gathered * sizes.float8 // sizes.total
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
-    gradients = sizes.trained if once_a_step else -(-sizes.trained // shards)
+    gradients = max(sizes.trained - sizes.elsewhere, 0) if once_a_step else -(-sizes.trained // shards)
     of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
     activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside, layers)
     loss = _loss(config, width, head_gradient=not sizes.frozen_head) if layers.ends else 0
@@ -237,6 +240,17 @@ def stage_bytes(config: Config) -> float:
     return streams * width * model.d_model * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
 
 
+def routed_bytes(config: Config) -> float:
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that divide the experts with it: the rows of a
+    balanced router, and as many outputs."""
+    model, parallel = config.model, config.train.parallel
+    width = 2 if config.train.precision == "amp_bf16" else 4
+    tokens = config.train.least_microbatch * config.data.seq_len / parallel.of_stage
+    experts, layers = model.experts(), [layer.block for layer in model.layer_list()]
+    channels = sum(experts[name].top_k * (experts[name].latent or model.d_model) for name in layers if name in experts)
+    return 2 * channels * width * tokens * (parallel.expert - 1) / parallel.expert / parallel.pipeline
+
+
 def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int, layers: _Layers) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
@@ -254,6 +268,8 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
             inside = block.mlp.saved_bytes(model.d_model, width).everything - 2 * residual
             parts.append(inside * at_once)
             saved += SavedBytes(-inside)
+        if isinstance(block.mlp, ExpertsSection) and config.train.parallel.expert > 1:
+            saved += SavedBytes(width * block.mlp.top_k * (block.mlp.latent or model.d_model))  # outputs that came back
         if tensor == 1:
             return saved
         inputs = width * (block.input_width(model.d_model) + (model.d_model if block.mlp else 0))

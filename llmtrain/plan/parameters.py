@@ -14,6 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import parts_of
 from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
@@ -211,11 +212,14 @@ def _sizes(model: HybridLM, config: Config) -> ParameterSizes:
             weights += product.d_in * product.d_out
             inputs += product.d_in * used
             beside += product.d_in * used if _reads_attention(model, name) else 0
-    sizes = [count(layer) for layer in layers]
+    sizes, expert = [count(layer) for layer in layers], config.train.parallel.expert
+    divided = [[module for _, part in parts_of(block) for module in part.split_modules()] for block in model.blocks]
+    apart = [count(parameter for module in some for parameter in module.parameters()) for some in divided]
     return ParameterSizes(
         total,
         root=total - sum(sizes),
-        largest_layer=max(sizes),
+        largest_layer=max(size - of - -of // expert for size, of in zip(sizes, apart, strict=True)),
+        elsewhere=sum(apart) - sum(apart) // expert,
         matrices=sum(p.numel() for p, info in infos.items() if info.trainable and info.matrix_rows),
         float8=weights,
         float8_inputs=inputs,

@@ -226,7 +226,7 @@ def _flops(d: Description) -> Table:
 def _memory(d: Description, config: Config) -> Table:
     train = config.train
     shared = f" / {train.parallel.of_stage}" if train.parallel.of_stage > 1 else ""
-    divided = f", tensor {train.parallel.tensor}" if train.parallel.tensor > 1 else ""
+    divided = "".join(f", {name} {n}" for name in ("tensor", "expert") if (n := getattr(train.parallel, name)) > 1)
     of_stage = " of the stage that takes the most" if d.stages else ""
     table = _table(f"Memory per GPU{of_stage}, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
     rows = {
@@ -268,9 +268,15 @@ def _run(d: Description, config: Config, points: Sequence[Scale]) -> Table:
     table.add_row("steps", length)
     table.add_row("tokens per step", f"{d.tokens_per_step:,}")
     parallel = config.train.parallel
-    for size, ranks, of in ((d.gathered, parallel.context, "sequences"), (d.exchanged, parallel.tensor, "layers")):
+    sent = (
+        (d.gathered, parallel.context, "sequences"),
+        (d.exchanged, parallel.tensor, "layers"),
+        (d.routed, parallel.expert, ""),
+    )
+    for size, ranks, of in sent:
         if size:
-            others = f"{ranks - 1} GPU{'s that share' if ranks > 2 else ' that shares'} its {of}"
+            verb, end = ("share", f"its {of}") if of else ("hold", "other experts, with a balanced router")
+            others = f"{ranks - 1} GPU{'s' * (ranks > 2)} that {verb}{'s' * (ranks == 2)} {end}"
             table.add_row("received per microbatch and forward pass", f"{binary(size)} from {others}")
     if d.tokens is not None:
         table.add_row("tokens", f"{d.tokens:,} ({significant(d.tokens / d.total_parameters, 3)} per parameter)")

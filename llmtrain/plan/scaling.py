@@ -38,6 +38,7 @@ from llmtrain.plan.memory import (
     estimate_memory,
     exchanged_bytes,
     gathered_bytes,
+    routed_bytes,
     shard_ranks,
     stage_bytes,
 )
@@ -112,7 +113,7 @@ def curve(
     per_group = config.grad_accum(wanted) * config.train.least_microbatch
     doubled = [2**i for i in range(most.bit_length())]
     counts = {count for count in doubled if count <= place.per_node} | {place.per_node * count for count in doubled}
-    counts = {count for count in counts if count <= most and count % config.train.parallel.ranks == 0} | {wanted}
+    counts = {count for count in counts if count <= most and count % config.train.parallel.unit == 0} | {wanted}
     return [_scale(config, sizes, rate, place, memory, gpus, per_group) for gpus in sorted(counts)]
 
 
@@ -174,15 +175,16 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     train, sizes = config.train, sizes.largest_stage
     microbatches = config.grad_accum(gpus)
     once = train.sharding.sync_every_microbatch is False
-    weights = (2 if train.precision == "amp_bf16" else 4) * sizes.total
+    total = sizes.total - sizes.elsewhere
+    weights = (2 if train.precision == "amp_bf16" else 4) * total
     if train.float8 is not None and train.float8.gathers:
-        weights -= (weights // sizes.total - 1) * sizes.float8
+        weights -= (weights // total - 1) * sizes.float8
     summed = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gathers = 1 if once or train.sharding.strategy == "grad_op" else 2 * microbatches
     sums = 1 if once else microbatches
     holders, of_stage = shard_ranks(config, gpus), gpus // train.parallel.pipeline
     group = holders // train.parallel.tensor
-    moved = weights * gathers + summed * sizes.total * sums
+    moved = weights * gathers + summed * total * sums
     inside = max(min(group, place.per_node // train.parallel.tensor), 1)
     local = moved * (inside - 1) / inside / (LOCAL_SHARE * place.node_link)
     network = NETWORK_SHARE * place.link
@@ -191,17 +193,18 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     if (replicas := of_stage // holders) > 1:
         seconds += 2 * summed * sums * sizes.total / group * (replicas - 1) / replicas / network
     shared = _shared_bytes(config) * microbatches
-    if train.parallel.of_stage <= place.per_node:
+    if train.parallel.unit // train.parallel.pipeline <= place.per_node:
         return local + shared / (LOCAL_SHARE * place.node_link), seconds
     return local, seconds + shared / network
 
 
 def _shared_bytes(config: Config) -> float:
-    """Bytes that a GPU receives of one microbatch from those that share its sequences and layers. What the forward pass exchanges
-    is exchanged once more for gradients, keys and values also gathered again, and all once more where layers are recomputed."""
+    """Bytes that a GPU receives of one microbatch from those that share its sequences, layers and experts. What the forward pass
+    exchanges is exchanged once more for gradients, keys and values also gathered again, and all once more where layers are
+    recomputed."""
     layers = len(config.model.layer_list())
     again = sum(map(config.train.activation_checkpointing.recomputes, range(layers))) / layers
-    return (3 + again) * gathered_bytes(config) + (2 + again) * exchanged_bytes(config)
+    return (3 + again) * gathered_bytes(config) + (2 + again) * (exchanged_bytes(config) + routed_bytes(config))
 
 
 def draw(points: Sequence[Scale], path: Path, title: str) -> None:

@@ -105,12 +105,11 @@ class Step:
         if self.model.hybrid.losses is not None:
             self.model.hybrid.losses.reset()
         losses = self._passes(parts, mean, observe)
-        return StepResult(losses | self._attached(), labels // self.copies)
-
-    def _attached(self) -> dict[str, Tensor]:
-        """Weighted losses that layers attached."""
-        losses = self.model.hybrid.losses
-        return {} if losses is None else losses.terms
+        attached = self.model.hybrid.losses
+        if attached is not None:
+            # Of a stage's layers, and of a tensor-parallel rank's tokens: the mean over all ranks is the step's.
+            losses |= {name: term * self.copies for name, term in attached.terms.items()}
+        return StepResult(losses, labels // self.copies)
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""

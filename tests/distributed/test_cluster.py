@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from llmtrain.distributed.world import World, free_port
-from llmtrain.doctor import cluster, cluster_node
+from llmtrain.doctor import cluster, cluster_exchange, cluster_node
 from llmtrain.errors import RunError
 
 
@@ -23,7 +23,7 @@ def job(folders: list[Path | None], fault: str = "", patience: float = 30.0) -> 
         held.enter_context(patch.dict(os.environ, SLURMD_NODENAME=f"node{rank}"))
         out = held.enter_context(contextlib.redirect_stdout(StringIO()))
         if rank == 1 and fault == "clock":
-            held.enter_context(patch.object(cluster, "wall_clock", lambda: time.time() - 5))
+            held.enter_context(patch.object(cluster_exchange, "wall_clock", lambda: time.time() - 5))
         elif rank == 1 and fault == "versions":
             held.enter_context(patch.object(cluster_node, "versions", lambda *of: packages(*of) | {"torch": "1.0"}))
         elif rank == 1 and fault == "measurement hangs":
@@ -80,8 +80,8 @@ def lone(rank: int, monkeypatch) -> World:
 def test_a_node_that_never_comes_is_named(monkeypatch, capsys):
     faults = cluster.examine(lone(0, monkeypatch), None, 0.5)
     assert faults.splitlines() == [
-        "preflight: node0: node 0 (rank 1 of 4) did not come in 0.5 s; those that came: node0",
-        "preflight: node 1 (ranks 2 to 3 of 4) did not come in 0.5 s; those that came: node0",
+        "preflight: node0: node 0 (rank 1 of 4) did not come in 0.5 s; the others: node0",
+        "preflight: node 1 (ranks 2 to 3 of 4) did not come in 0.5 s; the others: node0",
         "--exclude=node0",
     ]
     assert capsys.readouterr().out == faults + "\n"

@@ -12,6 +12,15 @@ from tests.support.tiny import tiny_config
 
 MLP = {"type": "swiglu", "d_ff": 24}
 ATTENTION = {"type": "attention", "n_heads": 4, "head_dim": 4, "mlp": MLP}
+LATENT = {
+    "type": "latent_attention",
+    "n_heads": 4,
+    "kv_rank": 6,
+    "nope_dim": 4,
+    "rope_dim": 2,
+    "value_dim": 5,
+    "mlp": MLP,
+}
 MAMBA = {"type": "mamba2", "d_state": 4, "head_dim": 4, "chunk_size": 8}
 DELTA = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 4, "value_head_dim": 6, "negative_eigenvalues": True}
 KDA = {"type": "kimi_delta", "n_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
@@ -28,6 +37,17 @@ MODELS = {
             "v": ATTENTION | {"sliding_window": 11, "position": {"type": "rotary"}, "n_kv_heads": 1},
         },
         "layers": "m w v",
+    },
+    "sinks": {
+        "blocks": {
+            "s": ATTENTION | {"n_kv_heads": 2, "sinks": True, "position": {"type": "rotary"}},
+            "w": ATTENTION | {"sinks": True, "sliding_window": 5, "position": {"type": "alibi"}},
+        },
+        "layers": "s w",
+    },
+    "latent attention": {
+        "blocks": {"l": LATENT | {"position": {"type": "rotary"}}, "q": LATENT | {"q_rank": 5}},
+        "layers": "l q",
     },
     "gated deltanet": {"blocks": {"g": DELTA}, "layers": "g*2"},
     "gated deltanet, shared keys": {"blocks": {"g": DELTA | {"n_key_heads": 2, "d_conv": 3}}, "layers": "g*2"},

@@ -113,6 +113,9 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
     assert ("blocks.2.mlp/load_max" in logged[0]) == (kind == "experts")
     assert tensors.keys() == tensors_of_stages.keys()
     for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            assert (tensors_of_stages[name].int() - tensor.int()).abs().max() <= 1, name  # codes of 8 bits
+            continue
         torch.testing.assert_close(
             tensors_of_stages[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )

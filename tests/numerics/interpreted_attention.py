@@ -26,7 +26,7 @@ from tests.support.attention import CASES, Case, assert_agree
 
 TILES = [(32, 16), (16, 32), (16, 16), (32, 32)]
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
-ALONE = ["causal", "full", "everything"]  # a sequence of one token, by default
+ALONE = ["causal", "full", "everything", "sinks"]  # a sequence of one token, by default
 GRID = [
     pytest.param(CASES[name], T, tiles, id=f"{name}-{T}-{tiles[0]}x{tiles[1]}", marks=pytest.mark.slow)
     for name in CASES

@@ -25,24 +25,28 @@ SPECS = {
     "window": AttentionSpec(4, 4, D, D**-0.5, sliding_window=5),
     "softcap": AttentionSpec(4, 4, D, 1.0, softcap=2.0),
     "everything": AttentionSpec(4, 2, D, 1.0, alibi_max_bias=4.0, sliding_window=9, softcap=3.0),
+    "sinks": AttentionSpec(4, 2, D, D**-0.5, sinks=True),
+    "sinks-window-alibi": AttentionSpec(4, 2, D, 1.0, alibi_max_bias=4.0, sliding_window=9, sinks=True),
+    "wide-keys": AttentionSpec(4, 2, D, D**-0.5, value_dim=24),
 }
 
 
 def inputs(spec: AttentionSpec, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """q, k, v, and sinks where the spec has some."""
     generator = torch.Generator().manual_seed(seed)
-    heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-    return [
-        torch.randn(B, T, h, spec.head_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for h in heads
-    ]
+    shapes: list[tuple[int, ...]] = [(B, T, n, spec.head_dim) for n in (spec.n_heads, spec.n_kv_heads)]
+    shapes += [(B, T, spec.n_kv_heads, spec.width), *[(spec.n_heads,)] * spec.sinks]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [t.to(dtype).requires_grad_() for t in made]
 
 
 def run(name: str, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Output and the gradients of q, k and v."""
+    """Output and the gradients of all inputs."""
     spec = AttentionSpec(**{**vars(spec), "dtype": str(dtype).removeprefix("torch.")})
     kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
     ins = inputs(spec, dtype)
-    out = kernel(*ins, kernel.prepare(T, torch.device("cpu")))
+    q, k, v, *sinks = ins
+    out = kernel(q, k, v, kernel.prepare(T, torch.device("cpu")), *sinks)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     out.backward(upstream.to(dtype))
     return out.detach(), [x.grad for x in ins if x.grad is not None]
@@ -51,9 +55,9 @@ def run(name: str, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, lis
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_reference_follows_the_definition(spec):
     """One query at a time, from the formula in AttentionSpec's docstring."""
-    q, k, v = (x.detach() for x in inputs(spec, torch.float64))
+    q, k, v, *sinks = (x.detach() for x in inputs(spec, torch.float64))
     slopes = alibi_slopes(spec.n_heads, spec.alibi_max_bias) if spec.alibi_max_bias else [0.0] * spec.n_heads
-    expected = torch.zeros_like(q)
+    expected = q.new_zeros(B, T, spec.n_heads, spec.width)
     for b in range(B):
         for h in range(spec.n_heads):
             kv = h * spec.n_kv_heads // spec.n_heads
@@ -65,7 +69,8 @@ def test_reference_follows_the_definition(spec):
                     if spec.softcap:
                         score = spec.softcap * math.tanh(score / spec.softcap)
                     scores.append(score - slopes[h] * (i - j))
-                weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
+                scores += [float(t[h]) for t in sinks]
+                weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)[: i + 1 - first]
                 expected[b, i, h] = weights @ v[b, first : i + 1, kv]
     out, _ = run("reference", spec, torch.float64)
     # The ALiBi bias is made in fp32.
@@ -105,16 +110,18 @@ def test_documents_of_one_sequence_equal_the_documents_apart(name, label):
     kernel = importlib.import_module(f"llmtrain.kernels.attention.{name}").build(spec, platform.cpu(), "")
     if name == "flex":
         kernel.kernel = flex_attention
-    q, k, v = (t.detach() for t in inputs(spec, torch.float32))
+    q, k, v, *sinks = (t.detach() for t in inputs(spec, torch.float32))
     lengths = (5, 1, 20, 11)
     ids = torch.cat([torch.full((B, n), i) for i, n in enumerate(lengths)], 1)
     ids[1] = ids[1].flip(0).neg()  # the other sequence is packed in another way
     cpu = torch.device("cpu")
-    out = kernel(q, k, v, kernel.prepare(T, cpu, ids))
+    out = kernel(q, k, v, kernel.prepare(T, cpu, ids), *sinks)
     reference = registry.resolve("attention", "reference", spec, platform.cpu()).build(spec, platform.cpu())
     for row, of_row in ((0, lengths), (1, lengths[::-1])):
         pieces = [t[row : row + 1].split(of_row, 1) for t in (q, k, v)]
-        apart = [reference(*piece, reference.prepare(piece[0].shape[1], cpu)) for piece in zip(*pieces, strict=True)]
+        apart = [
+            reference(*piece, reference.prepare(piece[0].shape[1], cpu), *sinks) for piece in zip(*pieces, strict=True)
+        ]
         expected = torch.cat(apart, 1)[0]
         torch.testing.assert_close(out[row], expected, atol=rounding(expected.abs().max().item(), terms=T), rtol=0)
 
@@ -132,17 +139,17 @@ def test_suffix_attention_equals_the_last_rows(name, label, queries):
         kernel.kernel = flex_attention
     else:
         kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
-    q, k, v = (t.detach() for t in inputs(spec, torch.float32))
+    q, k, v, *sinks = (t.detach() for t in inputs(spec, torch.float32))
     ids = None if name == "sdpa" else torch.arange(T).div(7, rounding_mode="floor").expand(B, -1)
     cpu = torch.device("cpu")
-    out = kernel(q[:, T - queries :], k, v, kernel.prepare(T, cpu, ids, queries=queries))
+    out = kernel(q[:, T - queries :], k, v, kernel.prepare(T, cpu, ids, queries=queries), *sinks)
     reference = registry.resolve("attention", "reference", spec, platform.cpu()).build(spec, platform.cpu())
-    expected = reference(q, k, v, reference.prepare(T, cpu, ids))[:, T - queries :]
+    expected = reference(q, k, v, reference.prepare(T, cpu, ids), *sinks)[:, T - queries :]
     torch.testing.assert_close(out, expected, atol=rounding(expected.abs().max().item(), terms=T), rtol=0)
 
 
 @pytest.mark.parametrize("queries", [9, T])
-@pytest.mark.parametrize("label", ["mha", "gqa"])
+@pytest.mark.parametrize("label", ["mha", "gqa", "sinks"])
 def test_gradients_of_suffix_attention_put_together_from_two_calls(label, queries):
     spec = replace(SPECS[label], dtype="float64", lower_right=True)
     leaves = [t.detach().requires_grad_() for t in inputs(spec, torch.float64)]
@@ -150,7 +157,8 @@ def test_gradients_of_suffix_attention_put_together_from_two_calls(label, querie
     for name in ("sdpa:cpu", "reference"):
         kernel = registry.resolve("attention", name, spec, platform.cpu()).build(spec, platform.cpu())
         context = kernel.prepare(T, torch.device("cpu"), queries=queries)
-        out = kernel(leaves[0][:, T - queries :], *leaves[1:], context)
+        q, k, v, *sinks = leaves
+        out = kernel(q[:, T - queries :], k, v, context, *sinks)
         found.append(torch.autograd.grad(out.square().sum(), leaves))
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-9)
@@ -158,7 +166,9 @@ def test_gradients_of_suffix_attention_put_together_from_two_calls(label, querie
 
 def test_operators_of_suffix_attention_pass_opcheck():
     q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (5, 15, 15))
-    torch.library.opcheck(torch.ops.llmtrain.attention_suffix.default, (q, k, v, 0.3, None, "cpu"))
+    torch.library.opcheck(torch.ops.llmtrain.attention_suffix.default, (q, k, v, None, 0.3, None, "cpu"))
+    sinks = torch.randn(2, requires_grad=True)
+    torch.library.opcheck(torch.ops.llmtrain.attention_suffix.default, (q, k, v, sinks, 0.3, None, "cpu"))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -168,11 +178,13 @@ def test_the_operators_of_shared_segments_say_what_they_do(tmp_path, batch):
     try:
         assert dist.group.WORLD is not None
         q, k, v = (torch.randn(batch, 10, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-        arguments = (q, k, v, 0.3, None, "cpu", 0, 1, dist.group.WORLD.group_name)
+        sinks = torch.randn(4, requires_grad=True) if batch == 2 else None
+        arguments = (q, k, v, sinks, 0.3, None, "cpu", 0, 1, dist.group.WORLD.group_name)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(segment_attention_forward, arguments, test_utils=checks)
         out, lse = segment_attention_forward(*arguments)
-        given = (torch.ones_like(out), out.detach(), lse, *(t.detach() for t in (q, k, v)), *arguments[3:])
+        given = (torch.ones_like(out), out.detach(), lse, *(t if t is None else t.detach() for t in arguments[:4]))
+        given = (*given, *arguments[4:])
         torch.library.opcheck(segment_attention_backward, given, test_utils=checks)
     finally:
         dist.destroy_process_group()

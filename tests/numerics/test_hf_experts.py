@@ -123,7 +123,16 @@ def nemotron_h(rng: random.Random, i: int) -> Options:
     }  # fmt: skip
 
 
+def gpt_oss(rng: random.Random, i: int) -> Options:
+    """Weights so large that the clamps of the experts' unit are met."""
+    biased = rng.random() < 0.5
+    keys = decoders.llama_keys(rng, head_dim=rng.choice([4, 10]), attention_bias=biased, hidden_act="silu")
+    keys |= decoders.layer_types(rng, keys["num_hidden_layers"]) | {"initializer_range": rng.choice([0.3, 1.0])}
+    return keys | chosen(rng, "num_local_experts") | weighted(rng)
+
+
 PEERS = {
+    "gpt_oss": hf.Peer(gpt_oss, transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "mixtral": hf.Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmoe": hf.Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "qwen3_moe": hf.Peer(qwen3_moe, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),

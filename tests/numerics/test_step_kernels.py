@@ -20,15 +20,16 @@ def built(operation: registry.Operation, spec: registry.Spec):
 def test_attention_is_the_last_row_of_attention_over_the_sequence(spec, position):
     """Rows begin at different slots; what no row may see is NaN."""
     first = [0, min(5, position), position]
-    q, k, v, at, starts = steps.attention_inputs(spec, 70, position, first, torch.float32)
-    ours = built("attention_step", spec)(q, k, v, at, starts)
+    q, k, v, at, starts, *sinks = steps.attention_inputs(spec, 70, position, first, torch.float32)
+    ours = built("attention_step", spec)(q, k, v, at, starts, *sinks)
     assert ours.shape == q.shape
     whole = built("attention", spec)
     for row, start in enumerate(first):
         # The kernel for sequences reads keys that the window hides: give it something finite there.
         keys, values = (t[row, :, start : position + 1].transpose(0, 1)[None].nan_to_num() for t in (k, v))
         queries = q[row].expand(1, position + 1 - start, -1, -1)
-        expected = whole(queries, keys, values, whole.prepare(position + 1 - start, torch.device("cpu")))[0, -1]
+        context = whole.prepare(position + 1 - start, torch.device("cpu"))
+        expected = whole(queries, keys, values, context, *sinks)[0, -1]
         torch.testing.assert_close(ours[row], expected, atol=1e-5, rtol=1e-5)
 
 

@@ -26,6 +26,8 @@ class Case:
     alibi: bool = False
     packed: tuple[int, ...] = ()
     scale: float = 0.2
+    sinks: bool = False
+    value_dim: int | None = None
 
     def ids(self, batch: int, seq_len: int, device: str = "cpu") -> Tensor | None:
         """[batch, T]; the sequences are packed differently."""
@@ -57,6 +59,12 @@ CASES = {
     "packed-full": Case(packed=(17, 1, 30, 5), causal=False),
     "padded": Case(packed=(20, -40, 30, -3)),
     "padded-full": Case(packed=(-20, 33, -40), causal=False),
+    "sinks": Case(n_heads=4, n_kv_heads=2, sinks=True),
+    "sinks, packed": Case(packed=(17, 1, 30, 5, -4), window=7, sinks=True),
+    "sinks, everything": Case(24, 4, 2, True, 20, 3.0, True, (33, 30, -5), sinks=True),
+    "wide keys": Case(48, value_dim=32),
+    "wide values": Case(16, 4, 2, True, 9, packed=(17, 1, 30, 5), value_dim=40),
+    "latent": Case(192, value_dim=128, scale=0.07),
     "everything": Case(40, 4, 2, True, 20, 3.0, True, (33, 30, -5)),
     "everything-full": Case(40, 4, 1, False, 20, 3.0, True, (33, 30, -5)),
     **{str(d): Case(d) for d in (8, 16, 48, 64, 80, 96, 104, 112, 128, 160, 192, 224, 256)},
@@ -64,8 +72,11 @@ CASES = {
 
 
 def inputs(case: Case, batch: int, seq_len: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """q, k, v as slices of one fused projection, each in need of a gradient."""
-    spec = AttentionSpec(case.n_heads, case.n_kv_heads, case.head_dim, case.scale, dtype=kernels.named(dtype))
+    """q, k, v as slices of one fused projection, and sinks, each in need of a gradient."""
+    spec = AttentionSpec(
+        case.n_heads, case.n_kv_heads, case.head_dim, case.scale, dtype=kernels.named(dtype), sinks=case.sinks,
+        value_dim=case.value_dim,
+    )  # fmt: skip
     return leaves(kernels.inputs("attention", spec, batch, seq_len, device))
 
 
@@ -77,7 +88,7 @@ def upstream(out: Tensor, lse: Tensor) -> list[Tensor]:
 
 def exact(case: Case, tensors: list[Tensor]) -> dict[str, Tensor]:
     """Output, log-sum-exp and gradients in float64, from the definition."""
-    q, k, v = (t.detach().double().requires_grad_() for t in tensors)
+    q, k, v, *sinks = leaves = [t.detach().double().requires_grad_() for t in tensors]
     batch, seq_len = q.shape[:2]
     at = torch.arange(seq_len, device=q.device)
     distance = at[:, None] - at[None, :]
@@ -97,18 +108,21 @@ def exact(case: Case, tensors: list[Tensor]) -> dict[str, Tensor]:
     slopes = case.slopes(str(q.device))
     if slopes is not None:
         score = score - slopes.double()[:, None, None] * distance.abs()
-    lse = score.masked_fill(~visible, -torch.inf).logsumexp(-1)
-    blind = ~visible.any(-1)  # neither these rows nor their gradients may become NaN
+    seen = score.masked_fill(~visible, -torch.inf)
+    if sinks:
+        seen = torch.cat((seen, sinks[0][:, None, None].expand(*seen.shape[:-1], 1)), -1)
+    lse = seen.logsumexp(-1)
+    blind = ~visible.any(-1) & (not sinks)  # neither these rows nor their gradients may become NaN
     weight = torch.exp(score - lse.masked_fill(blind, 0.0)[..., None]).masked_fill(~visible, 0.0)
     out = (weight @ wide_v).transpose(1, 2)
     ups = upstream(out, lse)
     total = (out * ups[0]).sum() + (lse.masked_fill(blind, 0.0) * ups[1]).sum()
-    return named(out, lse, torch.autograd.grad(total, (q, k, v)))
+    return named(out, lse, torch.autograd.grad(total, leaves))
 
 
 def ours(case: Case, tensors: list[Tensor], function: Any = attend) -> dict[str, Tensor]:
     """The same by the kernels."""
-    q, k, v = tensors
+    q, k, v, *sinks = tensors
     ids = case.ids(q.shape[0], q.shape[1], str(q.device))
     options: dict[str, Any] = {
         "causal": case.causal,
@@ -116,14 +130,14 @@ def ours(case: Case, tensors: list[Tensor], function: Any = attend) -> dict[str,
         "softcap": case.softcap,
         "slopes": case.slopes(str(q.device)),
         "packed": None if ids is None else documents(ids),
+        **({"sinks": sinks[0]} if sinks else {}),
     }
     out, lse = function(q, k, v, case.scale, **options)
     return named(out, lse, torch.autograd.grad([out, lse], tensors, upstream(out, lse)))
 
 
 def named(out: Tensor, lse: Tensor, gradients: Any) -> dict[str, Tensor]:
-    dq, dk, dv = gradients
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
 
 
 def assert_agree(case: Case, batch: int, seq_len: int) -> None:

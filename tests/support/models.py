@@ -20,6 +20,15 @@ KDA = {"type": "kimi_delta", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 
 SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
 ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
+LATENT = {
+    "type": "latent_attention",
+    "n_heads": 4,
+    "kv_rank": 10,
+    "nope_dim": 6,
+    "rope_dim": 4,
+    "value_dim": 5,
+    "mlp": SWIGLU,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "mpt with alibi": {
         "norm": {"type": "layernorm"},
@@ -44,6 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "layers": "(a w)*2",
         "logit_softcap": 10.0,
+    },
+    "latent attention with positions and without": {
+        "blocks": {"a": LATENT | {"position": ROTARY, "q_rank": 7, "latent_bias": True}, "n": LATENT},
+        "layers": "a n a",
+    },
+    "sinks, with a window in every second layer": {
+        "blocks": {
+            "a": ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "sinks": True},
+            "w": ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "sinks": True, "sliding_window": 5},
+        },
+        "layers": "(w a)*2",
     },
     "mamba2 with groups": {"blocks": {"m": MAMBA | {"n_groups": 2, "conv_bias": False}}, "layers": "m*3"},
     "zamba2 as the 1.2B": {

@@ -17,6 +17,8 @@ ATTENTION = {
     "window": AttentionSpec(2, 2, 32, 0.2, sliding_window=23),
     "window-gqa": AttentionSpec(4, 2, 32, 0.2, sliding_window=23),
     "softcap": AttentionSpec(2, 2, 32, 0.5, softcap=2.0),
+    "sinks": AttentionSpec(2, 2, 32, 0.2, sinks=True),
+    "sinks-window-gqa": AttentionSpec(4, 2, 32, 0.2, sliding_window=23, sinks=True),
     "everything": AttentionSpec(2, 2, 40, 0.3, alibi_max_bias=4.0, sliding_window=50, softcap=3.0),
     "everything-gqa": AttentionSpec(4, 2, 40, 0.3, alibi_max_bias=4.0, sliding_window=50, softcap=3.0),
     **{f"mha-{d}": AttentionSpec(2, 2, d, d**-0.5) for d in (8, 80, 96, 112, 128, 160, 224, 256)},
@@ -35,8 +37,9 @@ CONV = {f"{c} x {w}": Conv1dSpec(c, w) for c, w in ((40, 4), (300, 3), (300, 2),
 
 def attention_inputs(
     spec: AttentionSpec, capacity: int, position: int, first: list[int], dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q (a strided slice, as of a projection), k_cache, v_cache, position, first. Slots that no row may see hold NaN."""
+) -> tuple[Tensor, ...]:
+    """q (a strided slice, as of a projection), k_cache, v_cache, position, first, and sinks where there are some. Slots that no row
+    may see hold NaN."""
     g = torch.Generator().manual_seed(capacity + position)
     batch = len(first)
     q = torch.randn(batch, spec.n_heads * spec.head_dim + 8, generator=g, dtype=torch.float64).to(device, dtype)
@@ -48,7 +51,15 @@ def attention_inputs(
     if spec.sliding_window is not None:
         caches[..., : max(0, position - spec.sliding_window + 1), :] = float("nan")
     k, v = caches.to(device, dtype)
-    return q, k, v, torch.tensor([position], device=device), torch.tensor(first, dtype=torch.int32, device=device)
+    sinks = [torch.randn(spec.n_heads, generator=g, dtype=torch.float64).to(device, dtype)] * spec.sinks
+    return (
+        q,
+        k,
+        v,
+        torch.tensor([position], device=device),
+        torch.tensor(first, dtype=torch.int32, device=device),
+        *sinks,
+    )
 
 
 def ssd_inputs(spec: SSDSpec, batch: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:

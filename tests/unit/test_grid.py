@@ -2,7 +2,6 @@
 
 from benchmarks.programs.kernels import attention_choices, grid, grid_cells
 from llmtrain.kernels.attention.measured import Cell
-from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.operation import operation
 
 
@@ -55,18 +54,6 @@ def test_a_failed_row_and_a_wrong_one_become_no_choice():
         line("8 on 8 x 64 plain", "sdpa:flash", 0.5, failed="RuntimeError", forward_ms="", backward_ms="", error=""),
     ]
     assert [row.backend for row in attention_choices.rows(lines)] == ["flex"]
-
-
-def test_a_public_time_is_scaled_to_a_cell_of_ours_from_half_to_twice_the_heads():
-    ours, spec = line("16 on 16 x 224 plain", "triton", 3.0), AttentionSpec(16, 16, 224, 1.0)
-
-    def found(heads: int, **more: str) -> dict[str, float]:
-        lines = [ours, line(f"{heads} on {heads} x 224 plain", "sdpa:flash", 1.0 * heads, **more)]
-        rows = attention_choices.rows(lines)
-        return {row.backend: row.ms for row in rows if row.cell == Cell.of(spec, 4096)}
-
-    assert found(8) == found(32) == {"triton": 3.0, "sdpa:flash": 16.0}
-    assert found(4) == found(64) == found(8, seq_len="8192") == {"triton": 3.0}
 
 
 def test_ours_of_an_earlier_commit_stands_only_where_nothing_newer_applies():

@@ -3,8 +3,7 @@
     python -m benchmarks attention_choices benchmarks/results/kernels/grid.csv [--arch sm90]
 
 Writes llmtrain/kernels/tables/ARCH.attention.csv anew. A row that failed is left out, and so is a backend whose error is more than
-twice the least of its cell (a row without one is of a program that only timed). A public backend that was not measured in a cell
-with ours, but at half to twice the heads and the same length and window, has that row's time by heads; its commit says from where.
+twice the least of its cell (a row without one is of a program that only timed).
 """
 
 import csv
@@ -20,7 +19,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.attention import measured
 
 BEFORE = "triton before"
-"""Our kernel at an earlier commit: it stands for ours where nothing that applies to the cell was measured of ours since."""
+"""Our kernel at an earlier commit: it stands for ours at a head_dim and features that were not measured since."""
 
 
 def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
@@ -31,36 +30,12 @@ def rows(lines: Iterable[dict[str, str]]) -> list[measured.Row]:
         cell = list(group)
         least = min((float(line["error"]) for line in cell if line["error"]), default=0.0)
         found += [row(line) for line in cell if not line["error"] or float(line["error"]) <= 2 * least]
-    now = {kind(one) for one in found if one.backend == measured.OURS}
-    found = [
+    now = {(one.head_dim, one.features) for one in found if one.backend == measured.OURS}
+    return [
         replace(one, backend=measured.OURS) if one.backend == BEFORE else one
         for one in found
-        if not (one.backend == BEFORE and kind(one) in now)
+        if not (one.backend == BEFORE and (one.head_dim, one.features) in now)
     ]
-    return [*found, *scaled(found)]
-
-
-def kind(cell: measured.Cell) -> tuple[object, ...]:
-    """Properties in which cells agree whose times may stand for each other's."""
-    return cell.dtype, cell.head_dim, cell.grouping, cell.features
-
-
-def scaled(found: list[measured.Row]) -> list[measured.Row]:
-    """Rows of public backends that were measured near a cell of ours, but not in it."""
-    more = []
-    for cell in dict.fromkeys(one.cell for one in found if one.backend == measured.OURS):
-        public = [one for one in found if kind(one) == kind(cell) and one.backend != measured.OURS]
-        there = {one.backend for one in public if one.cell == cell}
-        near = [one for one in public if not cell.distance(one) and 0.5 <= one.n_heads / cell.n_heads <= 2]
-        for source in sorted(near, key=cell.other_heads):
-            if source.backend not in there:
-                there.add(source.backend)
-                factor = cell.n_heads / source.n_heads
-                times = {name: round(getattr(source, name) * factor, 4) for name in ("forward_ms", "backward_ms")}
-                heads = {"n_heads": cell.n_heads, "n_kv_heads": cell.n_kv_heads}
-                whence = f"{source.commit}, scaled from {source.n_heads} on {source.n_kv_heads}"
-                more.append(replace(source, **heads, **times, commit=whence))
-    return more
 
 
 def row(line: dict[str, str]) -> measured.Row:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
+from llmtrain.kernels.attention.suffix import with_sinks
 from llmtrain.kernels.platform import Platform
 
 
@@ -53,8 +54,9 @@ class FlexAttention:
         mask = create_block_mask(visible, batch, None, queries, seq_len, device=str(device))
         return FlexContext(mask, self.slopes.on(device))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: FlexContext) -> Tensor:
-        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: FlexContext, sinks: Tensor | None = None) -> Tensor:
+        """q: [batch, Q, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]; sinks: [n_heads]
+        -> [batch, Q, n_heads, width]."""
         spec, slopes = self.spec, context.slopes
         before = k.shape[1] - q.shape[1]
 
@@ -74,6 +76,11 @@ class FlexAttention:
             block_mask=context.mask,
             scale=spec.scale,
             enable_gqa=self.grouped,
+            **({} if sinks is None else {"return_aux": AuxRequest(lse=True)}),
         )
+        if sinks is not None:
+            out, beside = out
+            assert isinstance(beside, AuxOutput) and beside.lse is not None
+            return with_sinks(out.transpose(1, 2), beside.lse, sinks)[0].to(q.dtype)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)

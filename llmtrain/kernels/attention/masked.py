@@ -13,12 +13,13 @@ from llmtrain.kernels.platform import Platform
 
 
 class MaskedAttention:
-    """q: [batch, T, n_heads, head_dim]; k, v: [batch, K, n_kv_heads, head_dim]; bias as made here -> like q."""
+    """q: [batch, T, n_heads, head_dim]; k: [batch, K, n_kv_heads, head_dim]; v: [batch, K, n_kv_heads, width]; bias as made here;
+    sinks: [n_heads] -> [batch, T, n_heads, width]."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
         self.spec = spec = replace(spec, documents=False)  # a cache holds one document per row
         # These backends take the bias as their context; none is compiled for a length.
-        names = ("sdpa:efficient", "sdpa:cpu", "reference")
+        names = ("reference",) if spec.sinks else ("sdpa:efficient", "sdpa:cpu", "reference")
         able = next(name for name in names if registry.refusal("attention", name, spec, platform) is None)
         self.kernel = registry.resolve("attention", able, spec, platform).build(spec, platform)
 
@@ -35,5 +36,5 @@ class MaskedAttention:
         n_keys = keys.shape[0]
         return F.pad(bias, (0, -n_keys % 8))[..., :n_keys].expand(-1, self.spec.n_heads, -1, -1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return self.kernel(q, k, v, bias)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *sinks: Tensor) -> Tensor:
+        return self.kernel(q, k, v, bias, *sinks)

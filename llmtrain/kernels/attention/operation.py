@@ -34,17 +34,20 @@ _BLOCK = 2048
 
 
 class Attention(Operation):
-    name, spec, leaves, outputs = "attention", AttentionSpec, ("q", "k", "v"), ("out",)
+    name, spec, leaves, outputs = "attention", AttentionSpec, ("q", "k", "v", "sinks"), ("out",)
 
     def inputs(
         self, spec: AttentionSpec, batch: int, seq_len: int, device: str = "cpu", seed: int = 0,
         document: int = DOCUMENT,
     ) -> tuple[list[Any], Tensor]:  # fmt: skip
-        """q, k, v [batch, T, heads, head_dim] as slices of one projection. document: length of one, in `ids`."""
+        """q, k, v [batch, T, heads, head_dim] as slices of one projection, and sinks [n_heads] where the spec has some. document:
+        length of one, in `ids`."""
         draw, heads = Draw(device, spec.dtype, seed), (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-        slices = draw(batch, seq_len, sum(heads) * spec.head_dim).split([h * spec.head_dim for h in heads], dim=-1)
-        qkv: list[Any] = [t.unflatten(-1, (h, spec.head_dim)) for t, h in zip(slices, heads, strict=True)]
-        return qkv, draw(batch, seq_len, spec.n_heads, spec.head_dim)
+        widths = [h * width for h, width in zip(heads, (spec.head_dim, spec.head_dim, spec.width), strict=True)]
+        slices = draw(batch, seq_len, sum(widths)).split(widths, dim=-1)
+        made: list[Any] = [t.unflatten(-1, (h, -1)) for t, h in zip(slices, heads, strict=True)]
+        up = draw(batch, seq_len, spec.n_heads, spec.width)
+        return made + ([draw(spec.n_heads)] if spec.sinks else []), up
 
     def ids(self, shape: Shape, device: str) -> Tensor | None:
         """Document ids [batch, T], or None."""
@@ -53,11 +56,12 @@ class Attention(Operation):
 
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
         context = kernel.prepare(shape.seq_len, torch.device(device), self.ids(shape, device))
-        return lambda q, k, v: kernel(q, k, v, context)
+        return lambda q, k, v, *sinks: kernel(q, k, v, context, *sinks)
 
     def pieces(self, shape: Shape, found: Sequence[Tensor]) -> list[Tensor]:
-        """The last sequence's first key head, and the query heads that share it."""
-        return [t[-1:, :, : t.shape[2] // shape.spec.n_kv_heads] for t in found]
+        """The last sequence's first key head, and the query heads that share it, with their sinks."""
+        n = shape.spec.n_kv_heads
+        return [t[: len(t) // n] if t.ndim == 1 else t[-1:, :, : t.shape[2] // n] for t in found]
 
     def exact(self, shape: Shape, tensors: Sequence[Any], up: Tensor) -> list[Tensor]:
         """Head by head, some queries at a time, so that a sequence of 32,768 tokens fits."""
@@ -65,21 +69,25 @@ class Attention(Operation):
             raise UserError(
                 f"attention is checked with causality alone: tune `{(shape.variant or '').partition(',')[0]}`"
             )
-        given = self.pieces(shape, [t.detach() for t in (*tensors, up)])
-        q, k, v, dout = (t[0].transpose(0, 1).double() for t in given)
-        out, dq, dk, dv = (torch.zeros_like(t) for t in (q, q, k, v))
+        given = self.pieces(shape, [t.detach() for t in (*tensors[:3], up, *tensors[3:])])
+        q, k, v, dout = (t[0].transpose(0, 1).double() for t in given[:4])
+        sinks = [t.double() for t in given[4:]]
+        out, dq, dk, dv, *dsinks = (torch.zeros_like(t) for t in (dout, q, k, v, *sinks))
         ids, seq_len = self.ids(shape, q.device.type), shape.seq_len
         for head in range(q.shape[0]):
             for begin in range(0, seq_len, _BLOCK):
                 rows = slice(begin, min(begin + _BLOCK, seq_len))
-                leaves = base.leaves([q[head, rows].clone(), k[0, : rows.stop].clone(), v[0, : rows.stop].clone()])
+                own = [q[head, rows], k[0, : rows.stop], v[0, : rows.stop], *(t[head] for t in sinks)]
+                leaves = base.leaves([t.clone() for t in own])
                 part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[-1])
                 out[head, rows] = part.detach()
                 grads = torch.autograd.grad(part, leaves, dout[head, rows])
                 dq[head, rows] = grads[0]
                 dk[0, : rows.stop] += grads[1]
                 dv[0, : rows.stop] += grads[2]
-        return [t.transpose(0, 1)[None] for t in (out, dq, dk, dv)]
+                for total, grad in zip(dsinks, grads[3:], strict=True):
+                    total[head] += grad
+        return [*(t.transpose(0, 1)[None] for t in (out, dq, dk, dv)), *dsinks]
 
     def work(self, shape: Shape) -> tuple[Work, Work]:
         """FLOP: 4 head_dim per visible pair and head, in the backward 2.5 times as many. Bytes: of q, k, v and the output; in
@@ -89,11 +97,9 @@ class Attention(Operation):
         if spec.documents:
             whole, rest = divmod(shape.seq_len, document)
             pairs = whole * spec.pairs(document, causal) + spec.pairs(rest, causal)
-        flops, moved = (
-            4.0 * pairs * spec.n_heads * spec.head_dim * shape.batch,
-            shape.batch * shape.seq_len * spec.head_dim,
-        )
-        moved *= 2 * (spec.n_heads + spec.n_kv_heads) * base.element_size(spec.dtype)
+        widths = spec.head_dim + spec.width
+        flops, moved = 2.0 * pairs * spec.n_heads * widths * shape.batch, shape.batch * shape.seq_len * widths
+        moved *= (spec.n_heads + spec.n_kv_heads) * base.element_size(spec.dtype)
         return Work(flops, moved), Work(2.5 * flops, 2 * moved)
 
     def label(self, shape: Shape) -> str:
@@ -160,8 +166,8 @@ class Attention(Operation):
 
 
 def _rows(spec: AttentionSpec, head: int, begin: int, qkv: Sequence[Tensor], ids: Tensor | None) -> Tensor:
-    """Output [Q, head_dim] of one head's queries from `begin` on; keys and values up to the last of them."""
-    q, k, v = qkv
+    """Output [Q, width] of one head's queries from `begin` on; keys and values up to the last of them, and its sink if any."""
+    q, k, v, *sink = qkv
     i = torch.arange(begin, begin + len(q), device=q.device)[:, None]
     j = torch.arange(len(k), device=q.device)[None, :]
     score = spec.scale * (q @ k.T)
@@ -174,13 +180,14 @@ def _rows(spec: AttentionSpec, head: int, begin: int, qkv: Sequence[Tensor], ids
         hidden = hidden | (i - j >= spec.sliding_window)
     if ids is not None:
         hidden = hidden | (ids[i] != ids[j])
-    return score.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    score = torch.cat([score.masked_fill(hidden, float("-inf")), *(t.expand(len(q), 1) for t in sink)], -1)
+    return score.softmax(-1)[:, : len(k)] @ v
 
 
 def features(spec: AttentionSpec) -> str:
     """Text of the features that a spec has beyond causality, such as `documents, window 1024`; `plain` for nothing."""
     named = {"ALiBi": spec.alibi_max_bias, "softcap": spec.softcap, "window": spec.sliding_window}
-    found = ["documents"] * spec.documents
+    found = ["documents"] * spec.documents + ["sinks"] * spec.sinks
     found += [name if name == "ALiBi" else f"{name} {value:g}" for name, value in named.items() if value is not None]
     return ", ".join(found) or "plain"
 

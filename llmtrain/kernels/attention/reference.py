@@ -14,7 +14,7 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> ReferenceAtt
 
 
 class ReferenceAttention:
-    """softmax(softcap(scale * q k^T) + bias) v, with the softmax in fp32 or wider."""
+    """softmax(softcap(scale * q k^T) + bias) v, with the softmax in fp32 or wider; sinks are scores of no value."""
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
@@ -33,8 +33,9 @@ class ReferenceAttention:
         of_queries = ids[:, -bias.shape[1] :, None]
         return bias.masked_fill((of_queries != ids[:, None, :])[:, None], float("-inf"))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor) -> Tensor:
-        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q: [batch, Q, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]; sinks: [n_heads]
+        -> [batch, Q, n_heads, width]."""
         spec = self.spec
         groups = spec.n_heads // spec.n_kv_heads
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -43,8 +44,11 @@ class ReferenceAttention:
         scores = (q @ k.transpose(-1, -2)).to(wide) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        weights = torch.softmax(scores + context.to(wide), dim=-1).to(v.dtype)
-        return (weights @ v).transpose(1, 2)
+        scores = scores + context.to(wide)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1).to(v.dtype)
+        return (weights[..., : v.shape[-2]] @ v).transpose(1, 2)
 
 
 def score_bias(spec: AttentionSpec, seq_len: int, device: torch.device, queries: int | None = None) -> Tensor:

@@ -5,6 +5,7 @@ kernel without a word, and the operator traces under torch.compile(fullgraph=Tru
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
-    if spec.lower_right and spec.only_causal and variant in suffix.KERNELS:
+    causal = replace(spec, sinks=False).only_causal
+    if causal and (spec.lower_right or spec.sinks) and variant in suffix.KERNELS:
         return SuffixAttention(spec, variant)
     return SDPA(spec, variant)
 
@@ -59,7 +61,8 @@ class SDPA:
         return F.pad(bias, (0, -seq_len % 8))[None, :, :, :seq_len].expand(1, self.spec.n_heads, -1, -1)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None) -> Tensor:
-        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+        """q: [batch, Q, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]
+        -> [batch, Q, n_heads, width]."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.repeat > 1:
             k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)

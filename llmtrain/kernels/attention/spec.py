@@ -44,6 +44,10 @@ class AttentionSpec:
     heads_of: tuple[int, int] | None = None
     """(first, all): the heads are those from `first` on of a layer's, the others being other ranks': ALiBi's slopes are by
     place. None: all."""
+    sinks: bool = False
+    """Each head has one more logit, of no key and no value, in the softmax (gpt-oss): kernels take these logits, [n_heads]."""
+    value_dim: int | None = None
+    """Width of a head's values and output; None: head_dim, which is that of queries and keys."""
 
     @property
     def plain(self) -> bool:
@@ -54,7 +58,12 @@ class AttentionSpec:
     def only_causal(self) -> bool:
         """Nothing beyond causal softmax(scale * q k^T), of whole sequences or of their suffixes."""
         beyond = (self.alibi_max_bias, self.sliding_window, self.softcap)
-        return not self.documents and all(value is None for value in beyond)
+        return not self.documents and not self.sinks and all(value is None for value in beyond)
+
+    @property
+    def width(self) -> int:
+        """Channels of a head's values."""
+        return self.value_dim or self.head_dim
 
     @property
     def slopes(self) -> Sequence[float] | None:
@@ -78,12 +87,13 @@ class AttentionSpec:
 
     def workspace_bytes(self, seq_len: int) -> int:
         """Most bytes that a backward pass takes beside its inputs and gradients, whatever the batch."""
-        plain = self.sliding_window is None and not self.documents and self.dtype != "float32"
+        plain = self.sliding_window is None and not (self.documents or self.sinks or self.value_dim)
+        plain = plain and self.dtype != "float32"
         return STORED_BYTES if plain and self.head_dim > 128 and seq_len >= STORED_FROM else 0
 
     def flops(self, seq_len: int, causal: bool) -> int:
-        """Forward FLOP of one sequence: q k^T and p v, 2 * head_dim each per pair and head."""
-        return 4 * self.pairs(seq_len, causal) * self.n_heads * self.head_dim
+        """Forward FLOP of one sequence: q k^T and p v, 2 per channel, pair and head."""
+        return 2 * self.pairs(seq_len, causal) * self.n_heads * (self.head_dim + self.width)
 
 
 def alibi_slopes(n_heads: int, max_bias: float) -> Sequence[float]:
@@ -133,26 +143,31 @@ def refuse_sdpa_cudnn(spec: AttentionSpec, platform: Platform | None) -> str | N
 
 
 def refuse_sdpa_efficient(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if reason := _refuse_sdpa(spec):
+    if reason := _refuse_sdpa(replace(spec, value_dim=None)):
         return reason
+    if spec.sinks:
+        return "memory-efficient attention has no sinks"
     if platform is not None and platform.vendor == "cpu":
         return "memory-efficient attention needs a GPU"
-    if spec.head_dim % 8:
-        return f"memory-efficient attention needs a head_dim divisible by 8, not {spec.head_dim}"
+    for width in (spec.head_dim, spec.width):
+        if width % 8:
+            return f"memory-efficient attention needs a head_dim divisible by 8, not {width}"
     return None
 
 
 def refuse_sdpa_cpu(spec: AttentionSpec, platform: Platform | None) -> str | None:
     if reason := _refuse_sdpa(spec):
         return reason
+    if spec.value_dim is not None:
+        return "SDPA's kernel for CPUs has no values of another width than keys"
     if platform is not None and platform.vendor != "cpu":
         return "runs on CPUs only"
     return None
 
 
 def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
-    if spec.head_dim < 16:
-        return f"FlexAttention needs head_dim >= 16, not {spec.head_dim}"
+    if min(spec.head_dim, spec.width) < 16:
+        return f"FlexAttention needs head_dim >= 16, not {min(spec.head_dim, spec.width)}"
     if platform is not None and platform.vendor == "cpu":
         return "FlexAttention has no backward pass on CPUs"
     return None
@@ -161,6 +176,7 @@ def refuse_flex(spec: AttentionSpec, platform: Platform | None) -> str | None:
 def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """PyTorch's FlashAttention-2 in its form for documents, which has windows too; `sdpa:flash` is the form without either."""
     missing = [name for name, value in (("ALiBi", spec.alibi_max_bias), ("softcap", spec.softcap)) if value is not None]
+    missing += _unserved(spec)
     if missing:
         return f"PyTorch's varlen attention has no {' or '.join(missing)}"
     if reason := _refuse_suffix("varlen", spec):
@@ -172,15 +188,22 @@ def refuse_varlen(spec: AttentionSpec, platform: Platform | None) -> str | None:
 
 def refuse_triton(spec: AttentionSpec, platform: Platform | None) -> str | None:
     """Reason that holds for our kernels on whole sequences and on one new token alike."""
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {spec.head_dim}"
+    for width in (spec.head_dim, spec.width):
+        if width % 8 or width > 256:
+            return f"the Triton kernel takes a head_dim that is a multiple of 8 up to 256, not {width}"
     return refusals.refuse_triton(spec.dtype, platform)
+
+
+def refuse_triton_step(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    if spec.value_dim is not None:
+        return "the Triton kernel for one token takes values as wide as keys"
+    return refuse_triton(spec, platform)
 
 
 def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> str | None:
     kernels = ("attention.forward", "attention.dq", "attention.dkdv")
     sizes = {"head_dim": spec.head_dim}
-    if spec.lower_right and not replace(spec, softcap=None).only_causal:
+    if spec.lower_right and not replace(spec, softcap=None, sinks=False).only_causal:
         return (
             "the Triton kernel takes ALiBi, windows and documents of whole sequences, not of a part of the queries "
             "(train.parallel.context)"
@@ -192,6 +215,8 @@ def refuse_flash_attn(spec: AttentionSpec, platform: Platform | None) -> str | N
     """The package, which has ALiBi, windows and softcaps where PyTorch's copy of it has none."""
     if spec.documents:
         return "flash_attn is called with whole sequences, which keeps no documents apart"
+    if missing := _unserved(spec):
+        return f"flash_attn is called without {' or '.join(missing)}"
     if reason := _refuse_suffix("flash_attn", spec):
         return reason
     if spec.head_dim % 8 or spec.head_dim > 256:
@@ -225,7 +250,18 @@ def preference(spec: AttentionSpec, platform: Platform) -> tuple[str, ...]:
 def _refuse_sdpa(spec: AttentionSpec) -> str | None:
     """Reason that holds for every kernel behind PyTorch's SDPA, even with a bias."""
     missing = "softcap" if spec.softcap is not None else "document mask" if spec.documents else None
+    missing = missing or ("sinks" if spec.sinks and not _takes_sinks_behind(spec) else None)
     return missing and f"PyTorch's SDPA has no {missing}"
+
+
+def _takes_sinks_behind(spec: AttentionSpec) -> bool:
+    """True where sinks can be added to a kernel's output, by its log-sum-exp (suffix.py)."""
+    return replace(spec, sinks=False).only_causal and spec.value_dim is None
+
+
+def _unserved(spec: AttentionSpec) -> list[str]:
+    """Features that kernels for queries, keys and values of one width, and nothing else, are without."""
+    return ["sinks"] * spec.sinks + ["values of another width than keys"] * (spec.value_dim is not None)
 
 
 def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
@@ -240,6 +276,7 @@ def _refuse_fused(kernel: str, spec: AttentionSpec) -> str | None:
         )
         if value is not None
     ]
+    missing += [one for one in _unserved(spec) if one != "sinks" or kernel != "cuDNN"]
     if missing:
         return f"SDPA's {kernel} kernel has no {' or '.join(missing)}"
     if spec.head_dim % 8:

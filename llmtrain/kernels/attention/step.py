@@ -21,14 +21,17 @@ class ReferenceAttentionStep:
         self.spec = spec
         self.slopes = Slopes(spec)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """softmax(softcap(scale * q k^T) - slope * (position - slot)) v over the slots that a row may see.
 
-        q: [batch, n_heads, head_dim]; k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], the new token's
-        key and value included; position: one integer on the device, the slot of the new token; first: [batch],
-        each row's first valid slot. All other slots may hold anything, NaN included.
+        q: [batch, n_heads, head_dim]; k_cache: [batch, n_kv_heads, capacity, head_dim], v_cache: [batch, n_kv_heads, capacity,
+        width], the new token's key and value included; position: one integer on the device, the slot of the new token; first:
+        [batch], each row's first valid slot. All other slots may hold anything, NaN included. sinks: [n_heads], a further score of
+        each head.
 
-        Returns a tensor like q; zeros for a row that may see no slot.
+        Returns [batch, n_heads, width]; zeros for a row that may see no slot.
         """
         spec = self.spec
         slots = torch.arange(k_cache.shape[2], device=q.device)
@@ -45,7 +48,11 @@ class ReferenceAttentionStep:
         if (slopes := self.slopes.on(q.device)) is not None:
             scores = scores - slopes.to(wide).view(spec.n_kv_heads, -1, 1) * distance
         over_heads = hidden[:, None, None]
-        weights = torch.softmax(scores.masked_fill(over_heads, float("-inf")), dim=-1).masked_fill(over_heads, 0.0)
+        scores = scores.masked_fill(over_heads, float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(wide).view(spec.n_kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(slots)].masked_fill(over_heads, 0.0)
         # A weight of zero is not enough: 0 * NaN is NaN.
         v = v_cache.masked_fill(hidden[:, None, :, None], 0.0)
         return (weights.to(v.dtype) @ v).flatten(1, 2)

@@ -66,7 +66,9 @@ class TritonAttentionStep:
         wanted = cdiv(_PROGRAMS_PER_SM * self.num_sms, batch * self.spec.n_kv_heads)
         return min(wanted, cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         spec = self.spec
         batch, capacity = q.shape[0], k_cache.shape[2]
         assert q.shape == (batch, spec.n_heads, spec.head_dim) and q.stride(2) == 1
@@ -82,7 +84,8 @@ class TritonAttentionStep:
         if splits > 1:
             parts = torch.empty(batch, spec.n_heads, splits, spec.head_dim, dtype=torch.float32, device=q.device)
             weights = torch.empty(batch, spec.n_heads, splits, dtype=torch.float32, device=q.device)
-        inputs = (q, k_cache, v_cache, position, first, self.slopes.on(q.device), parts, weights)
+        sinks = None if sinks is None else sinks.float()
+        inputs = (q, k_cache, v_cache, position, first, self.slopes.on(q.device), sinks, parts, weights)
         sizes = (q.stride(0), q.stride(1), capacity, spec.scale, spec.softcap)
         fixed = {
             "WINDOW": spec.sliding_window,
@@ -109,7 +112,7 @@ class TritonAttentionStep:
 
 @triton.jit
 def _one_head(
-    q, k_cache, v_cache, position, first, slopes, parts, weights, q_row, q_head, capacity, scale, softcap,
+    q, k_cache, v_cache, position, first, slopes, sinks, parts, weights, q_row, q_head, capacity, scale, softcap,
     WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
     SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -132,6 +135,10 @@ def _one_head(
     # Below every score, and finite: -inf - -inf would be NaN.
     row_max = tl.full((SLOTS,), -1e38, tl.float32)
     row_sum = tl.zeros((SLOTS,), tl.float32)
+    if sinks is not None:  # in one lane of one split
+        here = (tl.arange(0, SLOTS) == 0) & (split == 0)
+        row_max = tl.where(here, tl.load(sinks + head) * 1.4426950408889634, row_max)
+        row_sum = tl.where(here, 1.0, row_sum)
 
     for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
@@ -158,7 +165,7 @@ def _one_head(
 
 @jit
 def _grouped(
-    q, k_cache, v_cache, position, first, slopes, parts, weights, q_row, q_head, capacity, scale, softcap,
+    q, k_cache, v_cache, position, first, slopes, sinks, parts, weights, q_row, q_head, capacity, scale, softcap,
     WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
     SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,6 +192,9 @@ def _grouped(
     v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
     row_max = tl.full((HEADS,), -1e38, tl.float32)
     row_sum = tl.zeros((HEADS,), tl.float32)
+    if sinks is not None:
+        row_max = tl.where(split == 0, tl.load(sinks + heads, mask=exists, other=0.0) * 1.4426950408889634, row_max)
+        row_sum = tl.where(split == 0, 1.0, row_sum)
 
     for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)

@@ -55,9 +55,10 @@ class SuffixAttention:
         """queries: Q; None: all T. For a kernel with as many keys as queries, Q divides T, as segments of one length do."""
         assert ids is None and (seq_len % (queries or seq_len) == 0 or not KERNELS[self.kernel].square)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: None) -> Tensor:
-        """q: [batch, Q, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous."""
-        return _forward_op(q, k, v, self.spec.scale, self.spec.softcap, self.kernel)[0]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: None, sinks: Tensor | None = None) -> Tensor:
+        """q: [batch, Q, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]; sinks: [n_heads]
+        -> [batch, Q, n_heads, width], contiguous."""
+        return _forward_op(q, k, v, sinks, self.spec.scale, self.spec.softcap, self.kernel)[0]
 
 
 def _calls(kernel: Kernel, queries: int, keys: int) -> Iterator[tuple[slice, bool]]:
@@ -70,7 +71,7 @@ def _calls(kernel: Kernel, queries: int, keys: int) -> Iterator[tuple[slice, boo
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, kernel: str
 ) -> tuple[Tensor, Tensor]:
     one, how = KERNELS[kernel], AttentionScale(scale, softcap)
     whole: tuple[Tensor, Tensor] | None = None
@@ -78,7 +79,7 @@ def _forward(
         part = one.forward(q, k[:, at], v[:, at], how, causal)
         whole = part if whole is None else merged(*whole, *part)
     assert whole is not None
-    out, lse = whole
+    out, lse = whole if sinks is None else with_sinks(*whole, sinks)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -99,20 +100,34 @@ def _compiled_merge() -> Any:
     return torch.compile(_merge, dynamic=False)
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `merged`'s, with one more score of each head, which has no value. sinks: [n_heads]."""
+    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    return out.to(lse.dtype) * torch.sigmoid(lse - sink).transpose(1, 2)[..., None], torch.logaddexp(lse, sink)
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of sinks [n_heads] in their type; empty without. lse: with them; delta: rowsum(dout * out) - dlse, like lse."""
+    if sinks is None:
+        return lse.new_empty(0)
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
 _forward_op = operator("attention_suffix", _forward)
 
 
 @torch.library.register_fake(_forward_op)
-def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Shapes of the output and its log-sum-exp."""
     batch, queries, n_heads, _head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((batch, n_heads, queries), dtype=wide)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((batch, n_heads, queries), dtype=wide)
 
 
 def _gradients(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    scale: float, softcap: float | None, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     one, how = KERNELS[kernel], AttentionScale(scale, softcap)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     dq: Tensor | None = None
@@ -120,7 +135,12 @@ def _gradients(
         part, dk[:, at], dv[:, at] = one.backward(dout, out, lse, q, k[:, at], v[:, at], how, causal)
         dq = part if dq is None else dq.to(lse.dtype) + part
     assert dq is not None
-    return dq.to(q.dtype).contiguous(), dk, dv
+    return dq.to(q.dtype).contiguous(), dk, dv, sinks_gradient(sinks, lse, delta_of(dout, out, lse, sinks))
+
+
+def delta_of(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """rowsum(dout * out), like lse; not computed without sinks, whose gradient alone needs it here."""
+    return lse if sinks is None else (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
 
 
 _backward_op = operator("attention_suffix_backward", _gradients)
@@ -128,24 +148,32 @@ _backward_op = operator("attention_suffix_backward", _gradients)
 
 @torch.library.register_fake(_backward_op)
 def fake_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    """Shapes of the gradients of q, k and v."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    """Shapes of the gradients of q, k, v and sinks."""
+    of_sinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep the output, its log-sum-exp, q, k and v; ctx.settings are the other inputs."""
-    q, k, v, *ctx.settings = inputs
-    ctx.save_for_backward(*output, q, k, v)
+    """Keep the output, its log-sum-exp, q, k, v and sinks; ctx.settings are the other inputs."""
+    q, k, v, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(*output, q, k, v, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_backward_op(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
+def gradients_of(backward: Any) -> Any:
+    """The derivative of a forward operator whose inputs are q, k, v, sinks and others, by its backward operator."""
+
+    def gradients(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        *of_qkv, of_sinks = backward(dout, *saved, *ctx.settings)
+        return (*of_qkv, None if saved[-1] is None else of_sinks, *[None] * len(ctx.settings))
+
+    return gradients
 
 
-register_autograd(_forward_op, _backward, save_for_backward)
+register_autograd(_forward_op, gradients_of(_backward_op), save_for_backward)
 
 
 class _CuDNN:

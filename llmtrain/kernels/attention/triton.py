@@ -48,78 +48,84 @@ class TritonAttention:
             ids = F.pad(ids, (0, added), value=-1)
         return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q, contiguous within a sequence."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext, sinks: Tensor | None = None) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]; sinks: [n_heads]
+        -> [batch, T, n_heads, width], contiguous within a sequence."""
         spec, packed, seq_len = self.spec, context.packed, q.shape[1]
         if added := -seq_len % self.multiple:
             q, k, v = (F.pad(t, (0, 0, 0, 0, 0, added)) for t in (q, k, v))
         out, _ = attend(
-            q, k, v, spec.scale, window=spec.sliding_window, softcap=spec.softcap, slopes=context.slopes, packed=packed
-        )
+            q, k, v, spec.scale, window=spec.sliding_window, softcap=spec.softcap, slopes=context.slopes, packed=packed,
+            sinks=sinks,
+        )  # fmt: skip
         return out[:, :seq_len] if added else out
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = True, window: int | None = None,
     softcap: float | None = None, slopes: Tensor | None = None, packed: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention and the natural log-sum-exp of its scores, both differentiable by q, k and v.
+    """Attention and the natural log-sum-exp of its scores, both differentiable by q, k, v and sinks.
 
-    q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim], any strides (best with 1 in the last
-    dim); slopes: [n_heads] in fp32. The score of AttentionSpec; without `causal` the distance |i - j| takes the place
-    of i - j in ALiBi and in the window. Returns a tensor like q, contiguous, and [batch, n_heads, T] in fp32; for a
-    query that sees nothing (padding) zeros and -inf.
+    q: [batch, T, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width], any strides (best
+    with 1 in the last dim); slopes: [n_heads] in fp32; sinks: [n_heads], a further score of each head. The score of
+    AttentionSpec; without `causal` the distance |i - j| takes the place of i - j in ALiBi and in the window. Returns
+    [batch, T, n_heads, width], contiguous, and [batch, n_heads, T] in fp32; for a query that sees nothing (padding) zeros
+    and -inf, or the sink.
     """
     starts, ends = (None, None) if packed is None else (packed.starts, packed.ends)
-    return _forward_op(q, k, v, scale, causal, window, softcap, slopes, starts, ends)
+    sinks = None if sinks is None else sinks.float()
+    return _forward_op(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, softcap: float | None,
-    slopes: Tensor | None, starts: Tensor | None, ends: Tensor | None,
+    slopes: Tensor | None, starts: Tensor | None, ends: Tensor | None, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).forward()
+    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks).forward()
 
 
 _forward_op = operator("attention_forward", launch_forward)
 
 
 @torch.library.register_fake(_forward_op)
-def _(q, k, v, scale, causal, window, softcap, slopes, starts, ends):
+def _(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks):
     batch, seq_len, n_heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, n_heads, seq_len), dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((batch, n_heads, seq_len), dtype=torch.float32)
 
 
 def launch_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float,
     causal: bool, window: int | None, softcap: float | None, slopes: Tensor | None, starts: Tensor | None,
-    ends: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends).backward(out, lse, dout, dlse)
+    ends: Tensor | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks).backward(out, lse, dout, dlse)
 
 
 _backward_op = operator("attention_backward", launch_backward)
 
 
 @torch.library.register_fake(_backward_op)
-def _(dout, dlse, out, lse, q, k, v, scale, causal, window, softcap, slopes, starts, ends):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, dlse, out, lse, q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks):
+    of_sinks = lse.new_empty(0 if sinks is None else sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale, causal, window, softcap, slopes, starts, ends = inputs
-    ctx.save_for_backward(*output, q, k, v, slopes, starts, ends)
+    q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks = inputs
+    ctx.save_for_backward(*output, q, k, v, slopes, starts, ends, sinks)
     ctx.settings = (scale, causal, window, softcap)
     ctx.set_materialize_grads(False)  # the gradient of lse is rarely used
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, q, k, v, slopes, starts, ends = ctx.saved_tensors
+    out, lse, q, k, v, slopes, starts, ends, sinks = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 11
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = _backward_op(dout, dlse, out, lse, q, k, v, *ctx.settings, slopes, starts, ends)
-    return (*gradients, *(None,) * 7)
+    *gradients, of_sinks = _backward_op(dout, dlse, out, lse, q, k, v, *ctx.settings, slopes, starts, ends, sinks)
+    return (*gradients, *(None,) * 7, None if sinks is None else of_sinks)
 
 
 register_autograd(_forward_op, _backward, _setup_context)
@@ -137,7 +143,7 @@ class _Suffix:
         self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, how: suffix.AttentionScale,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return Call(q, k, v, how.scale, causal, softcap=how.softcap).backward(out, lse, dout)
+        return Call(q, k, v, how.scale, causal, softcap=how.softcap).backward(out, lse, dout)[:3]
 
 
 suffix.KERNELS["triton"] = _Suffix()

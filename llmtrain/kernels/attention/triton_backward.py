@@ -33,12 +33,14 @@ def attention_dq(
     seq_len, pairs, pairs_in_flight, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq and delta = rowsum(dout * out) - dlse. Program: tile of queries x (sequence, head), as in the forward kernel.
 
-    dout, dq like q, out and dq contiguous; lse, dlse (or None), delta: [batch, n_heads, T] in fp32. USE_TMA: k and v
+    dq like q, contiguous; out, dout: [batch, T, n_heads, VALUE_DIM], out contiguous;
+    lse, dlse (or None), delta: [batch, n_heads, T] in fp32. USE_TMA: k and v
     are tensor descriptors. out_scale: the scale of the score; scale and softcap: times log2(e). IN_REGISTERS: of q and dout, the
     first so many are read from registers in every product.
     """
@@ -62,20 +64,20 @@ def attention_dq(
         v += batch.to(tl.int64) * v_batch + kv_head * v_head
     q += batch.to(tl.int64) * q_batch + head * q_head
     dout += batch.to(tl.int64) * do_batch + head * do_head
-    here = (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
-    out += here
-    dq += here
+    here = batch.to(tl.int64) * seq_len * N_HEADS + head
+    out += here * VALUE_DIM
+    dq += here * HEAD_DIM
     stats = pair.to(tl.int64) * seq_len + i
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
-    dout_tile = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
-    sums = _delta(out, dout_tile, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, HEAD_DIM, PARTS)
+    dout_tile = load_rows(dout, 0, 0, begin, seq_len, do_token, BLOCK_M, VALUE_DIM, VALUE_PARTS, True, False)
+    sums = _delta(out, dout_tile, dlse, delta, pair, begin, seq_len, N_HEADS, BLOCK_M, VALUE_DIM, VALUE_PARTS)
 
     q_tile = load_rows(q, 0, 0, begin, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, True, False)
     if IN_REGISTERS > 0:
         q_tile = in_registers(q_tile, BLOCK_M, PARTS)
     if IN_REGISTERS > 1:
-        dout_tile = in_registers(dout_tile, BLOCK_M, PARTS)
+        dout_tile = in_registers(dout_tile, BLOCK_M, VALUE_PARTS)
     lse_log2 = tl.load(lse + stats, mask=i < seq_len, other=0.0) * LOG2_E
     if slopes is not None and CAUSAL:
         lse_log2 += slope * (i - begin)
@@ -87,21 +89,21 @@ def attention_dq(
             acc = _add_dq(
                 acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
     # Tiles that need no mask; with ONE_LOOP all of them.
     for start in tl.range(a if ONE_LOOP else b, end if ONE_LOOP else c, BLOCK_N, num_stages=NUM_STAGES):
         acc = _add_dq(
             acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
             i, begin, first, last, scale, softcap, slopes, slope, ONE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION, (start < b) | (start >= c) if ONE_LOOP else None,
+            BLOCK_N, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION, (start < b) | (start >= c) if ONE_LOOP else None,
         )  # fmt: skip
     if UPPER and not ONE_LOOP:
         for start in tl.range(c, end, BLOCK_N, num_stages=NUM_STAGES):
             acc = _add_dq(
                 acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
                 i, begin, first, last, scale, softcap, slopes, slope, True, CAUSAL, LOWER, UPPER, RAGGED,
-                BLOCK_N, HEAD_DIM, PARTS, USE_TMA, PRECISION,
+                BLOCK_N, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION,
             )  # fmt: skip
     store_rows(dq, acc, out_scale, begin, seq_len, N_HEADS * HEAD_DIM, BLOCK_M, HEAD_DIM, PARTS)
 
@@ -111,8 +113,8 @@ def _add_dq(
     acc, q_tile, dout_tile, lse_log2, sums, k, v, k_token, v_token, batch, kv_head, start, seq_len,
     i, begin, first, last, scale, softcap, slopes, slope, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    edge=None,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PARTS: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, edge=None,
 ):  # fmt: skip
     """Add one tile of keys and values to acc = dS K."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
@@ -120,8 +122,8 @@ def _add_dq(
     j = start + tl.arange(0, BLOCK_N)
     k_tile = load_rows(k, batch, kv_head, start, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
     score = dot_transposed(q_tile, k_tile, PARTS, PRECISION)
-    v_tile = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
-    dweight = dot_transposed(dout_tile, v_tile, PARTS, PRECISION)
+    v_tile = load_rows(v, batch, kv_head, start, seq_len, v_token, BLOCK_N, VALUE_DIM, VALUE_PARTS, MASK_ROWS, USE_TMA)
+    dweight = dot_transposed(dout_tile, v_tile, VALUE_PARTS, PRECISION)
     visible = in_range(j[None, :], first[:, None], last[:, None], LOWER, UPPER)
     weight, d_softcap = _weights(
         score, lse_log2[:, None], (j - begin)[None, :], i[:, None] - j[None, :], visible,
@@ -140,14 +142,16 @@ def attention_dkdv(
     seq_len, pairs, pairs_in_flight, scale, softcap, out_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr, SINGLE_LOOP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, ONE_LOOP: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over HEADS query heads that share keys. Program: tile of BLOCK_N keys x (sequence, HEADS query heads).
 
-    Arguments as of attention_dq, which has written delta; dk, dv: [batch, T, n_heads / HEADS, head_dim], contiguous; without
-    DK or DV the other alone. USE_TMA: q and dout are tensor descriptors. Scores are kept with keys as rows: weights and their
+    Arguments as of attention_dq, which has written delta; dk: [batch, T, n_heads / HEADS, head_dim] and dv: [batch, T,
+    n_heads / HEADS, VALUE_DIM], contiguous; without DK or DV the other alone.
+    USE_TMA: q and dout are tensor descriptors. Scores are kept with keys as rows: weights and their
     gradients are then left operands, from registers. The early keys, which the most queries see, start first.
 
     DV_FIRST: dO V^T is computed after P^T dO, where there are not registers enough for both. SINGLE_LOOP: every tile is masked,
@@ -176,42 +180,45 @@ def attention_dkdv(
         dout += batch.to(tl.int64) * do_batch
     lse += batch.to(tl.int64) * (N_HEADS * seq_len)
     delta += batch.to(tl.int64) * (N_HEADS * seq_len)
-    here = (batch.to(tl.int64) * seq_len * BLOCKS + block) * HEAD_DIM
+    here = batch.to(tl.int64) * seq_len * BLOCKS + block
 
     k_tile = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
     v_tile = k_tile
     if DK:
-        v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
+        v_tile = load_rows(v, 0, 0, begin, seq_len, v_token, BLOCK_N, VALUE_DIM, VALUE_PARTS, True, False)
     if IN_REGISTERS > 0:
         k_tile = in_registers(k_tile, BLOCK_N, PARTS)
     if IN_REGISTERS > 1:
-        v_tile = in_registers(v_tile, BLOCK_N, PARTS)
+        v_tile = in_registers(v_tile, BLOCK_N, VALUE_PARTS if DK else PARTS)
     first, last = visible_range(j, starts, ends, seq_len, LOOK_BACK, LOOK_AHEAD)
     a, b, c, end = tile_ranges(begin, starts, ends, seq_len, BLOCK_N, BLOCK_M, LOOK_BACK, LOOK_AHEAD)
-    dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, PARTS)
+    dk_acc, dv_acc = zeros(BLOCK_N, PARTS), zeros(BLOCK_N, VALUE_PARTS)
     if LOWER and not SINGLE_LOOP:
         dk_acc, dv_acc = _add_queries(
             dk_acc, dv_acc, a, b, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
             batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, True, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
         )  # fmt: skip
     # All tiles with SINGLE_LOOP, else those that need no mask.
     dk_acc, dv_acc = _add_queries(
         dk_acc, dv_acc, a if SINGLE_LOOP else b, end if SINGLE_LOOP else c, k_tile, v_tile, q, dout, lse, delta,
         q_token, q_head, do_token, do_head,
         batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, SINGLE_LOOP, CAUSAL, LOWER, UPPER, RAGGED,
-        BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV, b if ONE_LOOP else None, c,
+        BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+        b if ONE_LOOP else None, c,
     )  # fmt: skip
     if UPPER and not SINGLE_LOOP:
         dk_acc, dv_acc = _add_queries(
             dk_acc, dv_acc, c, end, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
             batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, True, CAUSAL, LOWER, UPPER, RAGGED,
-            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
+            BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
         )  # fmt: skip
     if DK:
-        store_rows(dk + here, dk_acc, out_scale, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+        store_rows(dk + here * HEAD_DIM, dk_acc, out_scale, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
     if DV:
-        store_rows(dv + here, dv_acc, 1.0, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+        store_rows(
+            dv + here * VALUE_DIM, dv_acc, 1.0, begin, seq_len, BLOCKS * VALUE_DIM, BLOCK_N, VALUE_DIM, VALUE_PARTS
+        )
 
 
 @triton.jit
@@ -220,6 +227,7 @@ def _add_queries(
     batch, head, seq_len, j, begin, first, last, scale, softcap, slopes, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, NUM_STAGES: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PARTS: tl.constexpr,
     USE_TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, DV_FIRST: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, b=None, c=None,
 ):  # fmt: skip
@@ -233,7 +241,8 @@ def _add_queries(
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
                 batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
-                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
+                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS,
+                USE_TMA, PRECISION, DV_FIRST, DK, DV,
                 None if b is None else (at < b) | (at >= c),
             )  # fmt: skip
     else:
@@ -242,7 +251,8 @@ def _add_queries(
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head,
                 batch, head, at, seq_len, j, begin, first, last, scale, softcap, slopes,
-                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, USE_TMA, PRECISION, DV_FIRST, DK, DV,
+                MASKED, CAUSAL, LOWER, UPPER, RAGGED, BLOCK_M, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS,
+                USE_TMA, PRECISION, DV_FIRST, DK, DV,
                 None if b is None else (at < b) | (at >= c),
             )  # fmt: skip
             at += BLOCK_M
@@ -256,8 +266,8 @@ def _add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, q_token, q_head, do_token, do_head, batch, head, start, seq_len,
     j, begin, first, last, scale, softcap, slopes, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DV_FIRST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, edge=None,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PARTS: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, DV_FIRST: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, edge=None,
 ):  # fmt: skip
     """Add one tile of queries to dk_acc = dS^T Q and dv_acc = P^T dO."""
     MASK_ROWS: tl.constexpr = MASKED and RAGGED  # the tile may reach beyond the sequence
@@ -272,8 +282,10 @@ def _add_dkdv(
     q_tile = load_rows(q, batch, head, start, seq_len, q_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
     score = dot_transposed(k_tile, q_tile, PARTS, PRECISION)
     if DK and not DV_FIRST:
-        dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
-        dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
+        dout_tile = load_rows(
+            dout, batch, head, start, seq_len, do_token, BLOCK_M, VALUE_DIM, VALUE_PARTS, MASK_ROWS, USE_TMA
+        )
+        dweight = dot_transposed(v_tile, dout_tile, VALUE_PARTS, PRECISION)
     lse_log2 = tl.load(lse + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None) * LOG2_E
     if slopes is not None and CAUSAL:
         lse_log2 += slope * (i - begin)
@@ -283,12 +295,14 @@ def _add_dkdv(
         scale, softcap, slopes, slope, MASKED, CAUSAL, edge,
     )  # fmt: skip
     if DV_FIRST or not DK:
-        dout_tile = load_rows(dout, batch, head, start, seq_len, do_token, BLOCK_M, HEAD_DIM, PARTS, MASK_ROWS, USE_TMA)
+        dout_tile = load_rows(
+            dout, batch, head, start, seq_len, do_token, BLOCK_M, VALUE_DIM, VALUE_PARTS, MASK_ROWS, USE_TMA
+        )
     if DV:
-        dv_acc = dot_accumulate(weight, dout_tile, dv_acc, PARTS, PRECISION)
+        dv_acc = dot_accumulate(weight, dout_tile, dv_acc, VALUE_PARTS, PRECISION)
     if DK:
         if DV_FIRST:
-            dweight = dot_transposed(v_tile, dout_tile, PARTS, PRECISION)
+            dweight = dot_transposed(v_tile, dout_tile, VALUE_PARTS, PRECISION)
         # Loaded late: it takes as many registers as a score has columns.
         sums = tl.load(delta + i, mask=i < seq_len if MASK_ROWS else None, other=0.0 if MASK_ROWS else None)
         dscore = weight * (dweight - sums[None, :])

@@ -38,22 +38,24 @@ class Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True, window: int | None = None,
         softcap: float | None = None, slopes: Tensor | None = None, starts: Tensor | None = None,
-        ends: Tensor | None = None, *, launches: dict[Kernel, Launch] | None = None, platform: Platform | None = None,
+        ends: Tensor | None = None, sinks: Tensor | None = None, *,
+        launches: dict[Kernel, Launch] | None = None, platform: Platform | None = None,
     ):  # fmt: skip
         self.q, self.k, self.v = q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
         self.strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
         self.batch, self.seq_len, self.n_heads, self.head_dim = q.shape
-        self.n_kv = k.shape[2]
-        assert k.shape == v.shape == (self.batch, self.seq_len, self.n_kv, self.head_dim)
-        assert self.n_heads % self.n_kv == 0 and self.head_dim <= 256 and self.head_dim % 8 == 0
+        self.n_kv, self.value_dim = v.shape[2:]
+        assert k.shape == (self.batch, self.seq_len, self.n_kv, self.head_dim) and v.shape[:3] == k.shape[:3]
+        assert self.n_heads % self.n_kv == 0 and all(n <= 256 and n % 8 == 0 for n in (self.head_dim, self.value_dim))
         assert q.dtype == k.dtype == v.dtype
         assert scale > 0 and (window is None or window > 0) and (softcap is None or softcap > 0)
         # Offsets inside a sequence are 32 bits wide.
-        assert self.seq_len * max(*self.strides[1::3], self.n_heads * self.head_dim) < 1 << 31
+        widest = self.n_heads * max(self.head_dim, self.value_dim)
+        assert self.seq_len * max(*self.strides[1::3], widest) < 1 << 31
         self.scale, self.causal, self.softcap = scale, causal, softcap
         # A window as long as the sequence hides nothing.
         self.window = window if window is not None and window < self.seq_len else None
-        self.slopes, self.starts, self.ends = slopes, starts, ends
+        self.slopes, self.starts, self.ends, self.sinks = slopes, starts, ends, sinks
         self.group = self.n_heads // self.n_kv
         self.platform = platform or _platform_of(q.device)
         dtype = _DTYPES[q.dtype]
@@ -67,18 +69,18 @@ class Call:
         return self.fixed.get(kernel) or choose(kernel, *self.selection, self.variant, self.group > 1)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Output like q, and lse [batch, n_heads, T]."""
+        """Output [batch, T, n_heads, value_dim], and lse [batch, n_heads, T]."""
         q, k, v = self.q, self.k, self.v
         launch, use_tma = self._choose_launch("forward", k, v)
-        if launch.cudnn and self.variant == "plain" and q.is_cuda:
+        if launch.cudnn and self.variant == "plain" and q.is_cuda and self._all_plain:
             return self._cudnn_forward()
-        out = q.new_empty(q.shape)
+        out = q.new_empty((*q.shape[:-1], self.value_dim))
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
         if use_tma:
             k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
         grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
         attention_forward[grid](
-            q, k, v, out, lse, self.slopes, self.starts, self.ends, *self.strides, *sizes, **fixed,
+            q, k, v, out, lse, self.slopes, self.sinks, self.starts, self.ends, *self.strides, *sizes, **fixed,
         )  # fmt: skip
         return out, lse
 
@@ -89,17 +91,24 @@ class Call:
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv like q, k, v, contiguous."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv like q, k, v, contiguous, and the gradient of the sinks, without which it is empty."""
         if (launch := self._stored(dout)) is not None:
-            return stored_dscores.backward(self, launch, out, lse, dout, dlse)
+            return *stored_dscores.backward(self, launch, out, lse, dout, dlse), lse.new_empty(0)
         delta = torch.empty_like(lse)
         dq = self.dq(out, lse, dout, dlse, delta)
-        return dq, *self.dkdv(lse, dout, delta)
+        return dq, *self.dkdv(lse, dout, delta), suffix.sinks_gradient(self.sinks, lse, delta)
+
+    @property
+    def _all_plain(self) -> bool:
+        """No sinks, and values as wide as keys."""
+        return self.sinks is None and self.value_dim == self.head_dim
 
     def _stored(self, dout: Tensor) -> StoredLaunch | None:
         """Launch parameters of the backward pass by stored gradients of scores, which takes whole tiles; None: dq and dkdv."""
         if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
+            return None
+        if not self._all_plain:
             return None
         launch = choose_stored(*self.selection, self.variant, self.group > 1)
         if launch is None or self.seq_len % launch.tile or dout.stride(-1) != 1:
@@ -131,8 +140,11 @@ class Call:
         launch, use_tma = self._choose_launch("dkdv", q, dout)
         heads = self._heads_of_a_program(launch)
         # Where not all heads that share keys are in one program, in fp32 until they are summed.
-        shape = (self.batch, self.seq_len, self.n_heads // heads, self.head_dim)
-        dk, dv = (q.new_empty(shape, dtype=q.dtype if heads == self.group else torch.float32) for _ in range(2))
+        shape, dtype = (
+            (self.batch, self.seq_len, self.n_heads // heads),
+            q.dtype if heads == self.group else torch.float32,
+        )
+        dk, dv = (q.new_empty((*shape, width), dtype=dtype) for width in (self.head_dim, self.value_dim))
         for one, results in _passes(launch):
             q_rows, dout_rows = (self._descriptor(t, one.block_m, one) if use_tma else t for t in (q, dout))
             grid, sizes, fixed = self._launch(one, one.block_n, one.block_m, use_tma, heads)
@@ -162,7 +174,7 @@ class Call:
     ) -> tuple[tuple[int], tuple, dict[str, Any]]:
         """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over."""
         pairs = self.batch * self.n_heads // heads
-        reads = 2 * self.seq_len * self.head_dim * self.q.element_size() * heads
+        reads = self.seq_len * (self.head_dim + self.value_dim) * self.q.element_size() * heads
         tiles = cdiv(self.seq_len, rows)
         in_flight = pairs_in_flight(self.platform, reads, tiles, pairs, self.group // heads)
         softcap = None if self.softcap is None else self.softcap * _LOG2_E
@@ -175,6 +187,8 @@ class Call:
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "PARTS": parts_of(self.head_dim, launch.part),
+            "VALUE_DIM": self.value_dim,
+            "VALUE_PARTS": parts_of(self.value_dim, launch.part),
             "BLOCK_M": launch.block_m,
             "BLOCK_N": launch.block_n,
             "NUM_STAGES": launch.num_stages,
@@ -220,16 +234,16 @@ class Call:
         """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
         with sequences, and where no part is padded heads too, that follow each other without gaps.
         """
-        parts = parts_of(self.head_dim, launch.part)
-        if not launch.use_tma or self.platform.vendor == "amd" or len(set(parts)) > 1 or self.seq_len % rows:
+        if not launch.use_tma or self.platform.vendor == "amd" or self.seq_len % rows:
             return False
         for t in tensors:
-            batch, token, head, _ = t.stride()
-            size = t.element_size()
+            (batch, token, head, _), width = t.stride(), t.shape[-1]
+            size, parts = t.element_size(), parts_of(width, launch.part)
             if (
-                token * size % 16
+                len(set(parts)) > 1
+                or token * size % 16
                 or head * size % 16
-                or not (head == self.head_dim or t.shape[2] == 1 or sum(parts) > self.head_dim)
+                or not (head == width or t.shape[2] == 1 or sum(parts) > width)
                 or not (batch == self.seq_len * token or self.batch == 1)
                 or not (t.is_meta or t.data_ptr() % 16 == 0)
             ):

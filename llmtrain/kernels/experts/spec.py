@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.refusals import refuse_triton
 
-GATED = ("swiglu", "geglu", "geglu_tanh")
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 16
 _WITHOUT_HOST = ("sm90", "sm100")
@@ -53,6 +53,8 @@ def refuse_grouped_mm(spec: ExpertsSpec, platform: Platform | None) -> str | Non
 def refuse_triton_rows(spec: ExpertsSpec, platform: Platform | None) -> str | None:
     if spec.bias:
         return "our Triton kernels have no biases of experts"
+    if spec.activation == "swiglu_clamped":
+        return "our Triton kernels have no activation swiglu_clamped"
     return refuse_triton(spec.dtype, platform)
 
 

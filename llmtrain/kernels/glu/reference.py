@@ -26,8 +26,20 @@ GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh":
 """Activations by the type of a feed-forward layer (MLPSection.type)."""
 
 
+def swiglu_clamped(h: Tensor) -> Tensor:
+    """gpt-oss's unit (arXiv:2508.10925): gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up between -7 and 7."""
+    gate, up = h.chunk(2, dim=-1)
+    gate = gate.clamp(max=CLAMP)
+    return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+
+
 def feed_forward_unit(h: Tensor, kind: str) -> Tensor:
     """The activation of a type of feed-forward layer: [..., width], gated [..., 2 width] -> [..., width]."""
+    if kind == "swiglu_clamped":
+        return swiglu_clamped(h)
     return glu(h, GATED[kind]) if kind in GATED else UNGATED[kind](h)
 
 

@@ -28,7 +28,7 @@ _FAMILIES = {
         *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
-        *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1"),
+        *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
     )
 }
 
@@ -67,14 +67,16 @@ class Part:
 
     copies: further names of the same tensor in checkpoints: tied tensors, and older spellings.
         Read when `name` is absent, compared with it when both are present, never written.
-    by_group: rows of each kind within one group, for a tensor whose rows are all kinds of the first group, then of the second,
-        and so on; ours are the first kind of all groups, then the second. For example q, k and v of each head.
+    order: numbers of its rows in our order; empty: the same order (hf/row_orders.py). transposed: its last two dimensions are
+        exchanged with respect to ours. rows: the dimension of rows, after that.
     """
 
     name: str
     shape: tuple[int, ...]
     copies: tuple[str, ...] = ()
-    by_group: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    transposed: bool = False
+    rows: int = 0
 
     @property
     def size(self) -> int:
@@ -86,19 +88,19 @@ class Part:
 
     def flatten(self, published: Tensor) -> Tensor:
         """The elements in our order, [size]."""
-        if not self.by_group:
-            return published.reshape(-1)
-        groups = self.shape[0] // sum(self.by_group)
-        kinds = published.reshape(groups, sum(self.by_group), -1).split(self.by_group, dim=1)
-        return torch.cat([kind.reshape(-1) for kind in kinds])
+        ours = published.mT if self.transposed else published
+        if self.order:
+            ours = ours.index_select(self.rows, torch.tensor(self.order, device=ours.device))
+        return ours.reshape(-1)
 
     def unflatten(self, ours: Tensor) -> Tensor:
         """The inverse of `flatten`: a view where the order is the same."""
-        if self.by_group:
-            groups, columns = self.shape[0] // sum(self.by_group), math.prod(self.shape[1:])
-            kinds = ours.split([groups * rows * columns for rows in self.by_group])
-            ours = torch.cat([kind.view(groups, -1, columns) for kind in kinds], dim=1)
-        return ours.view(self.shape)
+        *outer, rows, columns = self.shape if self.transposed else (*self.shape, 1)
+        ours = ours.view(*outer, columns, rows) if self.transposed else ours.view(self.shape)
+        if self.order:
+            inverse = torch.tensor(self.order, device=ours.device).argsort()
+            ours = ours.index_select(self.rows, inverse)
+        return ours.mT if self.transposed else ours
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Weight:
     @property
     def reordered(self) -> bool:
         """True where rows stand in another order there."""
-        return any(part.by_group for part in self.parts)
+        return any(part.order or part.transposed for part in self.parts)
 
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
         """Concatenate published tensors, given by name. Raises UserError for one that is absent or has another shape, and

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, Mamba2Block, ModelConfig
+from llmtrain.models.hf import row_orders
 from llmtrain.models.hf.family import Part, Weight
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.layers import NormConfig
@@ -21,16 +22,16 @@ def linear(
     theirs: dict[str, int],
     d_in: int,
     bias: bool = False,
-    by_group: Mapping[str, tuple[int, ...]] | None = None,
+    orders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Weight]:
     """A linear layer whose output rows are those of one or more published layers, name -> rows, one after another.
 
-    by_group: of published layers, see Part.
+    orders: of published layers' rows, see Part.
     """
-    rows, order = sum(theirs.values()), by_group or {}
+    rows, order = sum(theirs.values()), orders or {}
 
     def parts(kind: str, *columns: int) -> tuple[Part, ...]:
-        return tuple(Part(f"{name}.{kind}", (n, *columns), by_group=order.get(name, ())) for name, n in theirs.items())
+        return tuple(Part(f"{name}.{kind}", (n, *columns), order=order.get(name, ())) for name, n in theirs.items())
 
     made = [Weight(f"{ours}.weight", (rows, d_in), parts("weight", d_in))]
     return [*made, Weight(f"{ours}.bias", (rows,), parts("bias"))] if bias else made
@@ -64,16 +65,23 @@ def attention_mixer(
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     out: str = "o_proj",
     by_head: bool = False,
+    in_pairs: int | None = None,
 ) -> list[Weight]:
     """Weights of an attention mixer. qkv: names of three projections, or of the one that they are; by_head: whose rows are q,
     k and v of the first head, then of the second, and so on. An output gate has the rows behind each head's queries.
+    in_pairs: channels of each head that are rotated, neighbour with neighbour (row_orders.pairs_apart).
     """
     spec, d, qk_norm = block.spec(config.d_model), config.d_model, block.norm or config.norm
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     rows = (2 * q if block.output_gate else q, kv, kv) if len(qkv) == 3 else (q + 2 * kv,)
     published = {f"{theirs}.{name}": n for name, n in zip(qkv, rows, strict=True)}
     kinds = 3 if by_head else 2 if block.output_gate else 0  # in the first projection, head by head
-    made = linear(f"{ours}.wqkv", published, d, block.qkv_bias, {f"{theirs}.{qkv[0]}": (spec.head_dim,) * kinds})
+    orders = {f"{theirs}.{qkv[0]}": row_orders.by_group(rows[0], (spec.head_dim,) * kinds)} if kinds else {}
+    if in_pairs is not None:
+        of = zip(qkv, (spec.n_heads, spec.n_kv_heads), strict=False)
+        orders = {f"{theirs}.{name}": row_orders.pairs_apart(n, spec.head_dim, 0, in_pairs) for name, n in of}
+    made = [same(f"{ours}.sinks", f"{theirs}.sinks", spec.n_heads)] if block.sinks else []
+    made += linear(f"{ours}.wqkv", published, d, block.qkv_bias, orders)
     made += linear(f"{ours}.wo", {f"{theirs}.{out}": d}, q, block.out_bias)
     widths = {"full": (q, kv), "head": (spec.head_dim, spec.head_dim)}.get(block.qk_norm, ())
     for name, width in zip(("q_norm", "k_norm"), widths, strict=False):
@@ -140,18 +148,20 @@ def gated_deltanet_mixer(
     norm: str = "norm",
     out: str = "out_proj",
 ) -> list[Weight]:
-    """Weights of a Gated DeltaNet mixer. projections: name -> rows, in the order q, k, v, output gate, b, a; by_group: see Part;
-    conv: names of the convolutions of q, k and v, or of the one that they are.
+    """Weights of a Gated DeltaNet mixer. projections: name -> rows, in the order q, k, v, output gate, b, a; by_group: see
+    row_orders; conv: names of the convolutions of q, k and v, or of the one that they are.
     """
     d, (keys, values) = config.d_model, block.widths()
     channels = (keys, keys, values) if len(conv) == 3 else (2 * keys + values,)
     published = {f"{theirs}.{name}": rows for name, rows in projections.items()}
-    order = {f"{theirs}.{name}": kinds for name, kinds in (by_group or {}).items()}
+    order = {
+        f"{theirs}.{name}": row_orders.by_group(projections[name], kinds) for name, kinds in (by_group or {}).items()
+    }
     kernels = tuple(
         Part(f"{theirs}.{name}.weight", (n, 1, block.d_conv)) for name, n in zip(conv, channels, strict=True)
     )
     return [
-        *linear(f"{ours}.in_proj", published, d, by_group=order),
+        *linear(f"{ours}.in_proj", published, d, orders=order),
         # transformers saves the one that it has as three of equal size, whatever was loaded.
         Weight(f"{ours}.conv.weight", (sum(channels), block.d_conv), kernels, cut_anywhere=True),
         *(same(f"{ours}.decay.{name}", f"{theirs}.{name}", block.n_heads) for name in ("A_log", "dt_bias")),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import prefix_tree
@@ -20,25 +20,28 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops, Work
+from llmtrain.models.init import InitScale, Rule, constant
 from llmtrain.models.layers import NO_CHANGES, Change, Linear, Norm, product, rotary_tables
 from llmtrain.models.mixers.attention_segments import OPERATOR, segment_attention
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.attention import AttentionSection
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 @dataclass
 class AttentionContext:
-    """Rotary tables, and the kernel's own context; attend: takes the kernel's place where there is a cache or a prefix tree.
+    """Rotary tables, and the kernel's own context; attend: takes the kernel's place where there is a cache or a prefix tree, a
+    function of q, k, v and, where the layer has some, sinks.
 
     segments: of sequences that ranks share; `kernel` is then a list, of one context per segment.
     """
 
     rotary: tuple[Tensor, Tensor] | None
     kernel: Any
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    attend: Callable[..., Tensor] | None = None
     segments: ContextParallelRanks | None = None
 
 
@@ -82,8 +85,12 @@ class Attention(Mixer):
         self.wo = Linear(self.widths[0], config.d_model, block.out_bias, residual=residual)
         norm = block.norm or config.norm
         full = block.qk_norm == "full"
+        self.sinks = nn.Parameter(torch.empty(block.n_heads)) if block.sinks else None
         self.q_norm = Norm(self.widths[0] if full else d_head, norm) if block.qk_norm != "none" else None
         self.k_norm = Norm(self.widths[-2] if full else d_head, norm) if block.qk_norm != "none" else None
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {} if self.sinks is None else {"sinks": constant(0.0)}
 
     def _choose(self, spec: AttentionSpec) -> None:
         self.spec, short = spec, spec.within(self.max_seq_len)
@@ -104,6 +111,8 @@ class Attention(Mixer):
         if self.block.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None:
             self.q_norm.split(ranks, q)
             self.k_norm.split(ranks, kv)
+        if self.sinks is not None:
+            shard_parameter(self, "sinks", ranks.slices(0, [Part(spec.n_heads)]))
         (first, n_heads, _), (_, n_kv_heads, _) = ranks.share(spec.n_heads), ranks.share(spec.n_kv_heads)
         self.widths = [*[n_heads * spec.head_dim] * (len(self.widths) - 2), *[n_kv_heads * spec.head_dim] * 2]
         of = None if spec.alibi_max_bias is None else (first, spec.n_heads)
@@ -125,7 +134,7 @@ class Attention(Mixer):
         if whole != self.spec and whole != self.spec.within(seq_len):
             kernel = self._longer_kernel()
             context = kernel.prepare(seq_len, device, document_ids)
-            return AttentionContext(rotary, None, lambda q, k, v: kernel(q, k, v, context))
+            return AttentionContext(rotary, None, lambda q, k, v, *sinks: kernel(q, k, v, context, *sinks))
         return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
 
     def enable_segments(self) -> None:
@@ -152,17 +161,17 @@ class Attention(Mixer):
         return seq_len if self.spec.sliding_window is None else self.spec.sliding_window - 1
 
     def _attend_segments(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: ContextParallelRanks, contexts: list[Any]
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: list[Tensor], segments: ContextParallelRanks, contexts: list[Any]
     ) -> Tensor:
         """Attention of this rank's queries to the keys and values of all ranks that they see; shapes as the kernel's."""
         assert self.segment_kernel is not None
         if self.overlaps_segments:
-            return segment_attention(self.segment_kernel, segments, q, k, v)
+            return segment_attention(self.segment_kernel, segments, q, k, v, *sinks)
         reach = self._reach(q.shape[1] * segments.size)
         keys_values = segments.with_before(torch.cat((k, v), dim=-2), reach)  # gathered together
         queries = q.unflatten(1, (2, -1)).unbind(1)
         out = [
-            self.segment_kernel(query, *kv.chunk(2, dim=-2), context)
+            self.segment_kernel(query, *kv.chunk(2, dim=-2), context, *sinks)
             for query, kv, context in zip(queries, keys_values, contexts, strict=True)
         ]
         return torch.cat(out, dim=1)
@@ -208,10 +217,13 @@ class Attention(Mixer):
                 (q, q_rest), (k, k_rest) = (t.tensor_split((self.rotated,), dim=-1) for t in (q, k))
                 q, k = rotate(q, k, *context.rotary)
                 q, k = torch.cat((q, q_rest), dim=-1), torch.cat((k, k_rest), dim=-1)
+        sinks: list[Tensor] = [] if self.sinks is None else [self.sinks]
         if context.segments is not None:
-            out = self._attend_segments(q, k, v, context.segments, context.kernel)
+            out = self._attend_segments(q, k, v, sinks, context.segments, context.kernel)
+        elif context.attend is not None:
+            out = context.attend(q, k, v, *sinks)
         else:
-            out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
+            out = self.kernel(q, k, v, context.kernel, *sinks)
         out = out.flatten(-2)
         return product(self.wo, out * gate[0].sigmoid() if gate else out, changes.get("wo"))
 
@@ -248,25 +260,25 @@ class AttentionCache(MixerCache):
         rotary = self.mixer.tables_at(span.memoize, span.positions)
         return AttentionContext(rotary, None, partial(self.attend, span=span))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
-        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim] -> like q."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, span: Span) -> Tensor:
+        """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim]; sinks: [n_heads] -> like q."""
         self.k.index_copy_(2, span.slots, k.transpose(1, 2))
         self.v.index_copy_(2, span.slots, v.transpose(1, 2))
         seq_len = q.shape[1]
         if seq_len == 1:
-            return self.step(q[:, 0], self.k, self.v, span.slots, span.first)[:, None]
+            return self.step(q[:, 0], self.k, self.v, span.slots, span.first, *sinks)[:, None]
         spec = self.mixer.spec
         if span.start == 0:
             q, k, v = (span.to_front(t) for t in (q, k, v))
-            if spec.plain:
+            if replace(spec, sinks=False).plain:
                 kernel = self.mixer.kernel
                 context = span.memoize(self.mixer.context_key, lambda: kernel.prepare(seq_len, q.device))
-                return span.to_back(kernel(q, k, v, context))
+                return span.to_back(kernel(q, k, v, context, *sinks))
             # Not the training kernel: FlexAttention would be compiled anew for every length of prompt.
             bias = span.memoize(spec, lambda: self.masked.bias(span.slots, span.slots))
-            return span.to_back(self.masked(q, k, v, bias))
+            return span.to_back(self.masked(q, k, v, bias, *sinks))
         end = span.start + seq_len
         keys, values = self.k[:, :, :end].transpose(1, 2), self.v[:, :, :end].transpose(1, 2)
         slots = torch.arange(end, device=q.device)
         bias = span.memoize(spec, lambda: self.masked.bias(span.slots, slots, span.first))
-        return self.masked(q, keys, values, bias)
+        return self.masked(q, keys, values, bias, *sinks)

@@ -6,14 +6,13 @@ the others' again, and sums their gradients over the ranks beside its last calls
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from llmtrain.kernels.attention import suffix
-from llmtrain.kernels.attention.suffix import KERNELS, AttentionScale, SuffixAttention, merged
+from llmtrain.kernels.attention.suffix import KERNELS, AttentionScale, SuffixAttention, merged, with_sinks
 from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.models.segments import ContextParallelRanks
 
@@ -21,17 +20,23 @@ OPERATOR = "llmtrain.segment_attention.default"
 
 
 def segment_attention(
-    kernel: SuffixAttention, segments: ContextParallelRanks, q: Tensor, k: Tensor, v: Tensor
+    kernel: SuffixAttention,
+    segments: ContextParallelRanks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q: [batch, 2 * n, n_heads, head_dim], of this rank's two segments; k, v: [batch, 2 * n, n_kv_heads, head_dim] -> like q,
-    contiguous."""
+    """q: [batch, 2 * n, n_heads, head_dim], of this rank's two segments; k, v: [batch, 2 * n, n_kv_heads, head_dim]; sinks:
+    [n_heads] -> like q, contiguous."""
     spec, ranks = kernel.spec, (segments.rank, segments.size, segments.group)
-    return segment_attention_forward(q, k, v, spec.scale, spec.softcap, kernel.kernel, *ranks)[0]
+    return segment_attention_forward(q, k, v, sinks, spec.scale, spec.softcap, kernel.kernel, *ranks)[0]
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, kernel: str, rank: int,
+    size: int, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output, and the log-sum-exp, [batch, n_heads, 2 * n] in fp32 or wider."""
     one, how, segments = (
         KERNELS[kernel],
@@ -45,6 +50,7 @@ def launch_forward(
     theirs = everyones()
     for i, slot in _of_others(segments):
         found[i] = merged(*found[i], *one.forward(queries[i], theirs[0][:, slot], theirs[1][:, slot], how, False))
+    found = found if sinks is None else [with_sinks(*part, sinks) for part in found]
     out = torch.cat([out.to(q.dtype) for out, _ in found], dim=1)
     return out.contiguous(), torch.cat([lse for _, lse in found], dim=2)
 
@@ -54,10 +60,10 @@ torch.library.register_fake(segment_attention_forward, suffix.fake_forward)
 
 
 def launch_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v and sinks."""
     one, how, segments = (
         KERNELS[kernel],
         AttentionScale(scale, softcap),
@@ -88,17 +94,15 @@ def launch_backward(
         own[:, 0] += first + across
         own[:, 1] += second
         found.append(own.flatten(1, 2))
-    return torch.cat([t.to(q.dtype) for t in dq], dim=1), *found
+    of_sinks = suffix.sinks_gradient(sinks, lse, suffix.delta_of(dout, out, lse, sinks))
+    return torch.cat([t.to(q.dtype) for t in dq], dim=1), *found, of_sinks
 
 
 segment_attention_backward = operator("segment_attention_backward", launch_backward)
 torch.library.register_fake(segment_attention_backward, suffix.fake_backward)
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*segment_attention_backward(dout, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
-
-
+_backward = suffix.gradients_of(segment_attention_backward)
 register_autograd(segment_attention_forward, _backward, suffix.save_for_backward)
 
 

@@ -52,6 +52,8 @@ class AttentionSection(BlockSection):
     out_bias: bool = False
     output_gate: bool = False
     """Multiply each channel of attention's output by the sigmoid of a projection of its input (Qiu et al., arXiv:2505.06708)."""
+    sinks: bool = False
+    """Each head has one more logit in the softmax, a parameter, by which it can attend to nothing (gpt-oss, arXiv:2508.10925)."""
     backend: AttentionBackend = free("auto")
 
     @property
@@ -94,6 +96,7 @@ class AttentionSection(BlockSection):
             softcap=self.softcap,
             dtype=dtype,
             documents=documents,
+            sinks=self.sinks,
         )
 
     def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
@@ -145,6 +148,7 @@ class AttentionSection(BlockSection):
         further += [f", softcap {self.softcap:g}"] if self.softcap else []
         further += [f", qk norm per {'head' if self.qk_norm == 'head' else 'layer'}"] if self.qk_norm != "none" else []
         further += [", output gate"] if self.output_gate else []
+        further += [", sinks"] if self.sinks else []
         return f"{super().describe(d_model)}: {self.n_heads} heads x {head_dim}{kv}{position}{''.join(further)}"
 
     def kept_products(self, d_model: int) -> dict[str, int]:

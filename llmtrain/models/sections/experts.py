@@ -9,7 +9,7 @@ from llmtrain.config.base import ByType, NonNegativeFloat, PositiveFloat, Proble
 from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.dense import MLPSection
-from llmtrain.models.sections.feed_forward import FeedForwardSection, Kernel
+from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection, Kernel
 
 
 class RouterSection(Section):
@@ -70,8 +70,9 @@ class ExpertsSection(FeedForwardSection):
     top_k: Width
     d_ff: Width
     """Hidden width of each expert."""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
-    """As `type` of an MLP: of two matrices, or gated, of three."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"] = "swiglu"
+    """As `type` of an MLP: of two matrices, or gated, of three. swiglu_clamped is gpt-oss's (arXiv:2508.10925), of a gate of at
+    most 7 and an up between -7 and 7: gate * sigmoid(1.702 gate) * (up + 1)."""
     bias: bool = False
     """Both products of each expert have a bias."""
     latent: Width | None = None
@@ -110,6 +111,9 @@ class ExpertsSection(FeedForwardSection):
 
     def kernel(self, d_model: int, dtype: str = "bfloat16") -> Kernel:
         return Kernel("experts", self.spec(d_model, dtype), self.backend)
+
+    def divided(self, d_model: int) -> list[Divided]:
+        return [] if self.shared is None else self.shared.divided(d_model)
 
     def kept_products(self, d_model: int) -> dict[str, int]:
         kept = {} if self.latent is None else {"latent_in": self.latent}

@@ -41,10 +41,6 @@ class PipelineStep(Step):
             raise error.__cause__ or error from None
         return self._reported(passes, observe)
 
-    def _attached(self) -> dict[str, Tensor]:
-        """Weighted losses of the layers of this stage, whose mean over all stages is the sum."""
-        return {name: loss * self.model.stages.size for name, loss in super()._attached().items()}
-
     def _schedule_of(self, count: int, rows: int, tokens: int) -> Schedule1F1B:
         """The schedule of batches of so many microbatches [rows, tokens]."""
         key = (count, rows, tokens)

@@ -32,6 +32,10 @@ BLOCKS = {
     "mamba2": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 32},
     "mamba2-groups-ragged": {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": 2, "chunk_size": 40},
     "gated attention": ATTENTION | {"n_kv_heads": 2, "output_gate": True},
+    "latent attention": {
+        **{"type": "latent_attention", "n_heads": 4, "kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 8},
+        **{"value_dim": 12, "position": {"type": "rotary"}, "backend": "reference"},
+    },
     "gated deltanet": {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 16, "value_head_dim": 32},
     "gated deltanet-groups": {
         "type": "gated_deltanet",

@@ -318,7 +318,7 @@ def test_families():
         *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
-        *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1"),
+        *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
     ]
 
 

@@ -1,0 +1,140 @@
+"""`llmtrain doctor --cluster` on nodes with networks of their own: whatever is wrong is named within 60 s, and nothing hangs."""
+
+import contextlib
+import importlib.metadata
+import re
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.nodes import Node, Nodes, why_not
+
+pytestmark = pytest.mark.ci
+NAMED = 60.0
+"""Seconds after which a fault must have been named, and every process ended."""
+_reason = cache(why_not)
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator:
+    if _reason():
+        pytest.skip(_reason())
+    with contextlib.ExitStack() as held:
+
+        def make(count: int) -> Nodes:
+            folder = tmp_path / f"{count}"
+            folder.mkdir()
+            made = Nodes(count, folder)
+            held.callback(made.close)
+            return made
+
+        yield make
+
+
+def doctor(nodes: Nodes, node: int, **options) -> Node:
+    run_dir = nodes.folder / "run"
+    return nodes.start(node, "doctor", "--cluster", "quickstart", f"run_dir={run_dir}", **options)
+
+
+def faults(started: list[Node]) -> list[str]:
+    """Lines of what rank 0 found, after every process has ended with status 1 in time."""
+    deadline = time.monotonic() + NAMED
+    assert [one.wait(deadline - time.monotonic()) for one in started] == [1] * len(started)
+    return [line for line in started[0].text.splitlines() if line.startswith(("preflight: ", "--exclude"))]
+
+
+def test_three_healthy_nodes_of_which_one_comes_late(nodes):
+    three = nodes(3)
+    started = [doctor(three, 0), doctor(three, 1)]
+    time.sleep(3)
+    started.append(doctor(three, 2))
+    assert [one.wait(NAMED) for one in started] == [0, 0, 0], started[0].text
+    text = started[0].text
+    assert [f"node {node}  node{node} " in text for node in range(3)] == [True] * 3
+    assert len(re.findall(r"all-reduce, nodes \d and \d, 2 ranks", text)) == 3
+    assert text.endswith("preflight: no fault\n")
+
+
+def test_a_node_behind_a_slow_cable_is_left_out(nodes):
+    three = nodes(3)
+    three.slow(1, "100mbit")
+    found = faults([doctor(three, node) for node in range(3)])
+    assert "preflight: node1: slow with both its neighbours" in found and found[-1] == "--exclude=node1"
+
+
+def _metadata(folder: Path) -> tuple[str, str]:
+    """(a changed copy of a package's metadata, its place): what `mount --bind` takes."""
+    [path] = [one for one in importlib.metadata.files("transformers") or [] if one.name == "METADATA"]
+    place = Path(str(path.locate()))
+    changed = folder / "METADATA"
+    changed.write_text(re.sub(r"(?m)^Version: .*", "Version: 0.1", place.read_text()))
+    return str(changed), str(place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("versions", r"preflight: node1: transformers 0\.1, elsewhere [\d.]+"),
+        ("folder", "preflight: node1: does not see what rank 0 writes to the run's folder.*"),
+        (
+            "no interface",
+            "preflight: node1, rank 1: .*GLOO_SOCKET_IFNAME=ib0, but this node has the interfaces lo, .*eth0.*",
+        ),
+        ("docker0", r"preflight: node1: is not reached from node0 at 172\.17\.0\.1 \(GLOO_SOCKET_IFNAME=docker0\): .*"),
+        ("lo", r"preflight: node1: is not reached from node0 at 127\.0\.0\.1 \(GLOO_SOCKET_IFNAME=lo\): .*"),
+        ("no name", r"preflight: node1: is not reached from node0 at 127\.0\.\d\.1 \(.* the name node1; set GLOO_.*"),
+    ],
+)
+def test_a_node_that_is_set_up_otherwise_is_named(nodes, kind, said):
+    two = nodes(2)
+    (two.folder / "run").mkdir()
+    if kind == "docker0":  # each node has one, with the same address
+        for node in (0, 1):
+            two.add_interface(node, "docker0", "172.17.0.1/16")
+    options = {
+        "versions": {"mounts": (("--bind", *_metadata(two.folder)),)},
+        "folder": {"mounts": (("-t", "tmpfs", "none", str(two.folder / "run")),)},
+        "no interface": {"GLOO_SOCKET_IFNAME": "ib0"},
+        "no name": {"GLOO_SOCKET_IFNAME": ""},
+    }.get(kind, {"GLOO_SOCKET_IFNAME": kind})
+    found = faults([doctor(two, 0), doctor(two, 1, **options)])
+    assert any(re.fullmatch(said, line) for line in found), found
+    assert found[-1] == "--exclude=node1"
+
+
+def test_nodes_that_die_are_cut_off_never_come_or_look_elsewhere_are_named(nodes):
+    """Four clusters at once: they only wait."""
+    died, cut, absent, elsewhere = (nodes(count) for count in (2, 3, 4, 5))
+    started = {one: [doctor(one, node) for node in range(one.count)] for one in (died, cut)}
+    began = time.monotonic()
+    started[absent] = [doctor(absent, node) for node in (0, 1)]
+    started[elsewhere] = [doctor(elsewhere, 1, MASTER_ADDR=elsewhere.address(8))]
+    for one in (died, cut):
+        while not list((one.folder / "run").glob(".preflight-*")):  # all have come
+            time.sleep(0.01)
+    started[died][1].kill()
+    cut.cut_off(1)
+    found = {one: faults([of for of in started[one] if of is not started[died][1]]) for one in started}
+    assert time.monotonic() - began < NAMED + 10
+    assert found == {
+        died: [
+            "preflight: node1: node 1 (rank 1 of 2) came, and did not answer; the others: node0",
+            "--exclude=node1",
+        ],
+        cut: [
+            "preflight: node1: node 1 (rank 1 of 3) came, and did not answer; the others: node0, node2",
+            "--exclude=node1",
+        ],
+        absent: [
+            f"preflight: node {node} (rank {node} of 4) did not come in 45 s; the others: node0, node1"
+            for node in (2, 3)
+        ],
+        elsewhere: [
+            "preflight: rank 1 on node1 does not reach rank 0 at 10.231.0.9:29500 in 45 s (timed out): that node is not there, "
+            "or MASTER_ADDR is wrong"
+        ],
+    }
+    assert "rank 0 at 10.231.0.1 stopped answering node1" in started[cut][1].text
