@@ -20,6 +20,7 @@ from llmtrain.config.base import (
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
 from llmtrain.models.sections.block import WithBackend
+from llmtrain.models.sections.compressed_attention import CompressedAttentionBlock
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.feed_forward import Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
@@ -32,6 +33,7 @@ from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
 Block = Annotated[
     AttentionBlock
+    | CompressedAttentionBlock
     | GatedDeltaNetBlock
     | KimiDeltaBlock
     | LatentAttentionBlock

@@ -35,6 +35,14 @@ BLOCKS = {
         "value_head_dim": 6,
         "mlp": MLP,
     },
+    "cca": {
+        "type": "compressed_attention",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "position": {"type": "rotary"},
+        "qkv_bias": True,
+        "mlp": MLP,
+    },
     "kda": {
         "type": "kimi_delta",
         "n_heads": 4,
