@@ -157,11 +157,12 @@ class Engine:
 
     def cancel_all(self) -> None:
         """End every request, those that wait too."""
-        for request in [*self.waiting, *(active.request for active in self._active())]:
+        for request in [*self.waiting, *(active.request for active in self.active())]:
             request.cancelled = True
         self._drop_cancelled()
 
-    def _active(self) -> list[_Active]:
+    def active(self) -> list[_Active]:
+        """Requests that are being read or answered."""
         return [*self.live, *([self._reading[0]] if self._reading else [])]
 
     def _drop_cancelled(self) -> None:

@@ -12,6 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.distributed_c10d import GroupName
+
+
+@dataclass(frozen=True)
+class TokenSharers:
+    """Ranks that share the tokens of a microbatch, each with as many of them (train.parallel.context, tensor).
+
+    size: their number. group: its name among torch.distributed's process groups. copies: those of them that compute one loss, whose
+    gradients are added up (tensor).
+    """
+
+    size: int
+    copies: int
+    group: GroupName
+
+    def total(self, summand: Tensor) -> Tensor:
+        """The sum over these ranks, without gradient."""
+        return collectives.all_reduce(summand.detach(), "sum", self.group)
 
 
 @dataclass(frozen=True)
@@ -20,27 +39,39 @@ class AttachedLosses:
     loss times its microbatch's weight; the mean over the ranks is the step's. counts: of each layer that pools with others, what
     its forward pass wrote; pooled: their sum as the backward pass begins, when all are there (see attach_pooled).
 
-    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss.
+    `weigh` sets the weight as the backward pass begins: the gradient that arrives at the microbatch's loss, or where ranks share
+    its tokens their mean, for a loss of tokens that have no label too.
     """
 
     weight: Tensor
     terms: dict[str, Tensor]
     counts: list[Tensor] = field(default_factory=list)
     pooled: Tensor | None = None
+    sharers: TokenSharers | None = None
 
     @classmethod
-    def named(cls, names: Iterable[str], device: torch.device, pooling: Sequence[int] = ()) -> AttachedLosses:
+    def named(
+        cls,
+        names: Iterable[str],
+        device: torch.device,
+        pooling: Sequence[int] = (),
+        sharers: TokenSharers | None = None,
+    ) -> AttachedLosses:
         """pooling: the width of each layer's counts, all the same."""
         with torch.inference_mode(False):
             counts = [torch.zeros(width, device=device) for width in pooling]
             pooled = torch.zeros_like(counts[0]) if counts else None
             terms = {name: torch.zeros((), device=device) for name in names}
-            return cls(torch.ones((), device=device), terms, counts, pooled)
+            return cls(torch.ones((), device=device), terms, counts, pooled, sharers)
 
     def reset(self) -> None:
         """Begin a step."""
         for term in self.terms.values():
             term.zero_()
+
+    def over_sharers(self, counts: Tensor) -> Tensor:
+        """Counts of a layer in a microbatch, of all ranks that share it."""
+        return counts if self.sharers is None else self.sharers.total(counts)
 
     def weigh(self, loss: Tensor, weight: float | None = None) -> Tensor:
         """The loss of a microbatch, whose backward pass then weights the attached ones as it is weighted itself. weight: of the
@@ -81,10 +112,13 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
-        losses = ctx.losses
+        losses, sharers = ctx.losses, ctx.losses.sharers
+        weight = d_loss if ctx.weight is None else torch.full_like(losses.weight, ctx.weight)
+        if sharers is not None:
+            weight = sharers.total(weight) / (sharers.size * sharers.copies)
         # Saved by the layers, which shall read what it is now.
         with torch.autograd._unsafe_preserve_version_counter(losses.weight):
-            losses.weight.copy_(d_loss) if ctx.weight is None else losses.weight.fill_(ctx.weight)
+            losses.weight.copy_(weight)
         if losses.pooled is not None:
             with torch.autograd._unsafe_preserve_version_counter(losses.pooled):
                 losses.pooled.copy_(torch.stack(losses.counts).sum(0))

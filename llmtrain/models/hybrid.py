@@ -16,7 +16,7 @@ from llmtrain.errors import UserError
 from llmtrain.kernels.attention.documents import documents as documents_of
 from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.platform import Platform, detect
-from llmtrain.models.attached_loss import AttachedLosses
+from llmtrain.models.attached_loss import AttachedLosses, TokenSharers
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
@@ -95,6 +95,7 @@ class HybridLM(nn.Module):
                 part.pool = len(self._pooling)
                 self._pooling.append(part.pooling)
         self.losses: AttachedLosses | None = None
+        self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
         self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
         self.receives_embedding = self.sends_embedding = False
@@ -219,7 +220,7 @@ class HybridLM(nn.Module):
     def _losses(self, device: torch.device) -> AttachedLosses | None:
         """Losses that layers attach, the same object for every context on this device; None where there are none."""
         if self._loss_names and (self.losses is None or self.losses.weight.device != device):
-            self.losses = AttachedLosses.named(self._loss_names, device, self._pooling)
+            self.losses = AttachedLosses.named(self._loss_names, device, self._pooling, self.sharers)
         return self.losses
 
     def prefix_refusal(self) -> str | None:

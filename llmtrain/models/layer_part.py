@@ -1,8 +1,8 @@
 """The contract of what a layer consists of, mixers and feed-forward layers: all that the rest of the program asks of either."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -60,6 +60,19 @@ class LayerPart(nn.Module, ABC):
         Raises UserError where the section's `divided` is None.
         """
         raise UserError(f"a layer's part of type {type(self).__name__} cannot be divided between ranks")
+
+    def split_experts(self, ranks: Any) -> None:
+        """Keep this expert-parallel rank's part (ExpertRanks, models/feed_forward/exchange.py), still on the meta device. Default:
+        there is nothing to divide."""
+
+    def split_modules(self) -> Sequence[nn.Module]:
+        """Submodules that hold what `split_experts` divides and nothing else. They are called, so that FSDP2 gathers and reduces
+        their parameters among the ranks that hold the same."""
+        return ()
+
+    def fixed_ops(self) -> set[str]:
+        """Operators whose outputs every kind of checkpointing keeps, as a second computation must not differ; str() of each."""
+        return set()
 
     def saved_ops(self) -> set[str]:
         """Operators whose outputs selective checkpointing keeps; str() of each. Those of the backends it took, mostly."""

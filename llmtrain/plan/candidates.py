@@ -139,7 +139,7 @@ def _auto_shardings(config: Config, world_size: int, local_size: int, microbatch
         found.append(given)
     else:
         strategies = ["grad_op", "full"]
-        if world_size > local_size and local_size % config.train.parallel.ranks == 0:
+        if world_size > local_size and local_size % config.train.parallel.unit == 0:
             strategies.insert(0, "hybrid")
         if world_size == 1:
             strategies = ["full"]

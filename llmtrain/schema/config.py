@@ -1,5 +1,6 @@
 """The whole YAML of a run. Sections are in the files beside this one; rules that span sections are here. No torch here."""
 
+import math
 import os.path
 from collections.abc import Iterator
 
@@ -80,6 +81,7 @@ class Config(Section):
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.draws_in_training)):
             yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
+        yield from self._expert_problems()
         yield from pipeline_problems(self)
         yield from self._checkpointing_problems()
         yield from self._profile_problems()
@@ -213,6 +215,31 @@ class Config(Section):
                 "makes scales of whole matrices, of which tensor-parallel ranks hold parts; use null, or " + key + ": 1"
             )
             yield Problem("train.float8", None, text)
+
+    def _expert_problems(self) -> Iterator[Problem]:
+        """Settings under which ranks cannot divide or balance experts."""
+        parallel, key, seq_len = self.train.parallel, "train.parallel.expert", self.data.seq_len
+        expert, experts = parallel.expert, self.model.experts()
+        if expert > 1 and not experts:
+            yield Problem(key, expert, "divides experts, and no block has an mlp of type experts; use 1")
+        for name, mlp in experts.items():
+            if mlp.n_experts % expert:
+                yield Problem(key, expert, f"does not divide n_experts of block {name} ({mlp.n_experts})")
+            counted = mlp.balance.weight > 0 or mlp.z_loss > 0 or mlp.router.bias_rate > 0
+            unit = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+            if counted and seq_len % unit:
+                text = f"must be a multiple of {unit} (train.parallel.{parallel.describe()}), or the tokens that fill up sequences "
+                text += f"would count in the balance of block {name}'s experts; use {seq_len // unit * unit or unit}"
+                yield Problem("data.seq_len", seq_len, text)
+        if experts and expert % parallel.tensor:
+            text = f"must be a multiple of train.parallel.tensor ({parallel.tensor}), whose ranks send experts their own tokens"
+            yield Problem(key, expert, f"{text}; use {math.lcm(expert, parallel.tensor)}")
+        shard_size = self.train.sharding.shard_size
+        if shard_size is not None and shard_size % expert:
+            yield Problem(key, expert, f"must divide train.sharding.shard_size ({shard_size})")
+        if expert > 1 and self.train.microbatch_size == "auto":
+            text = f"tries sizes before there are weights, with which all tokens meet the same experts; use a number, or {key}: 1"
+            yield Problem("train.microbatch_size", "auto", text)
 
     def microbatch_tokens(self, size: int) -> int:
         """Tokens of so many sequences on one rank, with those that fill up sequences which ranks share (models/segments.py)."""

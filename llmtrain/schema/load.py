@@ -73,6 +73,10 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
             text = f"share samples between {parallel.ranks} ranks, which must divide the number of ranks ({world_size})"
             yield Problem("train.parallel", parallel.describe(), text)
         return
+    if world_size // parallel.pipeline % parallel.expert:
+        of = "ranks" if parallel.pipeline == 1 else "ranks of a stage"
+        text = f"must divide the number of {of} ({world_size // parallel.pipeline})"
+        yield Problem("train.parallel.expert", parallel.expert, text)
     groups = world_size // parallel.ranks
     sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
     unit = groups * train.least_microbatch

@@ -1,5 +1,6 @@
 """The `train`, `schedule`, `eval`, `checkpoint` and `logging` sections of the YAML. No torch here."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -103,6 +104,9 @@ class Parallel(Section):
     tensor: PositiveInt = free(1)
     """Tensor parallelism: so many consecutive ranks, best of one node, share every layer: each has some of its heads and channels,
     and between layers some of the tokens. They read the same samples; results are those of one rank."""
+    expert: PositiveInt = free(1)
+    """Expert parallelism: so many consecutive ranks, best of one node, divide every layer's experts, and send each other the tokens
+    that meet them. They are data-parallel ranks as well, or share sequences or layers; results are those of one rank."""
     pipeline: PositiveInt = free(1)
     """Pipeline parallelism: so many stages, equal parts of the ranks one after the other, hold consecutive layers of about the same
     FLOPs each, and hand the activations of microbatches on (1F1B, arXiv:2104.04473). Ranks of a stage share sequences and layers as
@@ -126,11 +130,15 @@ class Parallel(Section):
         """Ranks of one stage that read the same samples."""
         return self.context * self.tensor
 
+    @property
+    def unit(self) -> int:
+        """Ranks of which those that hold one copy of the model are a multiple."""
+        return self.pipeline * math.lcm(self.of_stage, self.expert)
+
     def describe(self) -> str:
         """The settings that are not 1, as in `context = 2 x tensor = 4`."""
-        return " x ".join(
-            f"{name} = {n}" for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1
-        )
+        names = ("pipeline", "context", "tensor", "expert")
+        return " x ".join(f"{name} = {n}" for name in names if (n := getattr(self, name)) > 1)
 
 
 class SpikeConfig(Section):
@@ -230,6 +238,8 @@ class TrainConfig(Section):
 
     def cuda_graphs_refusal(self, ranks: int, draws: bool) -> str | None:
         """Reason for which microbatches can be no CUDA graphs on so many GPUs. draws: layers draw random numbers in training."""
+        if self.parallel.expert > 1:
+            return "the host waits for the numbers of tokens that ranks with different experts send each other"
         if ranks > 1 and (reason := self._exchanged_within_step(ranks)):
             return reason
         if draws and self.activation_checkpointing.type != "none":

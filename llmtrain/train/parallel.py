@@ -1,10 +1,11 @@
-"""Stages of a pipeline -> tensor parallelism -> converters (float8, adapters) -> context parallelism -> activation checkpointing ->
-compile -> FSDP2 -> memory, in that order, in one function.
+"""Stages of a pipeline -> tensor and expert parallelism -> converters (float8, adapters) -> context parallelism -> activation
+checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast
@@ -23,9 +24,11 @@ from llmtrain.adapt.nf4 import frozen_linears, wait_in_host_memory
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
+from llmtrain.models.attached_loss import TokenSharers
 from llmtrain.models.block import Block
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.feed_forward.exchange import ExpertRanks
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
@@ -53,20 +56,23 @@ def parallelize(
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them. `model.hybrid` is
     then this rank's stage.
 
-    The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor parallelism divides parameters, for
-    which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters replace linear
-    layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the recomputation;
-    compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no break; memory comes
-    last, so that a rank only ever holds its own shard.
+    The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor and expert parallelism divide
+    parameters, for which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters
+    replace linear layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the
+    recomputation; compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
+    break; memory comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
-    sharding = fsdp_mesh(mesh)
+    sharding, of_experts = fsdp_mesh(mesh), expert_mesh(mesh, config.parallel.expert)
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
     if isinstance(model, StagedLM):
         model.begin(mesh, seq_len)
     if ranks is not None:
         model.hybrid.split(ranks)
         ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
+    if of_experts is not None:
+        split_experts(model.hybrid, of_experts, config.parallel.tensor)
+    model.hybrid.sharers = token_sharers(mesh)
     changes = [Float8(config.float8, shards=sharding.size(-1))] if config.float8 is not None else []
     changes = [*changes, *adaptations(adapt)]
     for converter in changes:
@@ -81,12 +87,13 @@ def parallelize(
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
         functorch.activation_memory_budget = 1.0 if fraction is None else fraction
-        compile_layers(model.hybrid, max_autotune=config.compile == "max_autotune")
+        # The host waits for how many rows experts send: no graph holds that.
+        compile_layers(model.hybrid, fullgraph=of_experts is None, max_autotune=config.compile == "max_autotune")
     elif config.activation_checkpointing.type == "budget":
         run_log.warning("train.activation_checkpointing: budget has no effect here, where layers are not compiled")
     if config.activation_checkpointing.offload:
         offload_inputs(model.hybrid)
-    shard(model, sharding, config, adapt)
+    shard(model, sharding, config, adapt, of_experts)
     if device.type == "cuda":
         sum_by_our_kernel(model)
     model.to_empty(device=device)
@@ -113,6 +120,7 @@ def checkpoint_activations(
         return
     # By name: a backend's own operator exists only once the backend was imported.
     saved_ops = set(kept).union(*(part.saved_ops() for _, part in parts_of(model)))
+    fixed_ops = set[str]().union(*(part.fixed_ops() for _, part in parts_of(model)))
     for i, block in enumerate(model.blocks):
         if not config.recomputes(i):
             continue
@@ -120,9 +128,10 @@ def checkpoint_activations(
         if config.type in ("kernels", "selective"):
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
-            options["context_fn"] = partial(
-                _selective_contexts, saved_ops, products if config.type == "selective" else []
-            )
+            kept_products = products if config.type == "selective" else []
+            options["context_fn"] = partial(_selective_contexts, saved_ops | fixed_ops, kept_products)
+        elif fixed_ops:
+            options["context_fn"] = partial(_selective_contexts, fixed_ops, [])
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
@@ -191,6 +200,8 @@ def device_mesh(config: TrainConfig, world: World, device: torch.device) -> Devi
             f"train.parallel takes {shared} ranks (context {context} x tensor {tensor}), which do not divide the {size} ranks that "
             "share one model"
         )
+    if size % (expert := config.parallel.expert):
+        raise UserError(f"train.parallel.expert = {expert} does not divide the {size} ranks that share one model")
     dimensions = {"stage": stages, "replicate": of_stage // size}
     dimensions |= {"shard": size // shared, "context": context, "tensor": tensor}
     if sharding.strategy != "hybrid":
@@ -228,8 +239,50 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if len(names) == len(sizes) else mesh[names]
 
 
-def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig, adapt: AdaptConfig | None = None) -> None:
-    """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm)."""
+def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
+    """All ranks, over (stage, replicate, shard, expert), the first two if the mesh has them, where `size` consecutive ones divide
+    the experts between them: they are shards, segments and tensor-parallel ranks, which have tokens of their own between layers.
+    None for a size of 1."""
+    if size == 1:
+        return None
+    outside = {
+        name: n for name, n in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if name in ("stage", "replicate")
+    }
+    dimensions = outside | {"shard": mesh.size() // math.prod(outside.values()) // size, "expert": size}
+    return init_device_mesh(mesh.device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def split_experts(model: HybridLM, mesh: DeviceMesh, tensor: int) -> None:
+    """Divide the experts of every layer. mesh: of `expert_mesh`. tensor: ranks that compute one loss, whose gradients are added up
+    rather than averaged."""
+    group = mesh.get_group("expert")
+    ranks = ExpertRanks(mesh.get_local_rank("expert"), group.size(), group.group_name, tensor / group.size())
+    for _, part in parts_of(model):
+        part.split_experts(ranks)
+
+
+def token_sharers(mesh: DeviceMesh) -> TokenSharers | None:
+    """The ranks that read the same samples, each a part of their tokens; None for one."""
+    sizes = {name: n for name, n in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if name in SHARING}
+    if not sizes:
+        return None
+    [*_, last] = sizes
+    shared = mesh[last] if len(sizes) == 1 else mesh[tuple(sizes)]._flatten()
+    return TokenSharers(shared.size(), sizes.get("tensor", 1), shared.get_group().group_name)
+
+
+SHARING = ("context", "tensor")
+
+
+def shard(
+    model: CausalLM,
+    mesh: DeviceMesh,
+    config: TrainConfig,
+    adapt: AdaptConfig | None = None,
+    of_experts: DeviceMesh | None = None,
+) -> None:
+    """FSDP2: one group per layer, one for an untied head, and one for what is used throughout (embedding, shared blocks, norm); of
+    experts that ranks divide, one per layer among those that hold the same."""
     policy, ignored = MixedPrecisionPolicy(), unsharded(model, mesh, adapt)
     if config.precision != "fp32":
         # A layer's inputs follow from the parameters. Casting them would also cast what a layer gets in fp32, wherever FSDP2
@@ -240,6 +293,13 @@ def shard(model: CausalLM, mesh: DeviceMesh, config: TrainConfig, adapt: AdaptCo
     # With one rank per group there is nothing to free by resharding.
     reshard = config.sharding.strategy != "grad_op" and mesh.size(-1) > 1
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": ignored}
+    if of_experts is not None:
+        among = of_experts[tuple(name for name in of_experts.mesh_dim_names or () if name not in ("stage", "expert"))]
+        whole = config.sharding.strategy == "grad_op" or among.size(-1) == 1
+        for _, part in parts_of(model.hybrid):
+            for module in part.split_modules():
+                options: dict[str, Any] = common | {"mesh": among}
+                fully_shard(module, reshard_after_forward=not whole, **options)
     for block in model.hybrid.blocks:
         fully_shard(block, reshard_after_forward=reshard, **common)
     if model.hybrid.head is not None:

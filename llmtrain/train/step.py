@@ -129,7 +129,10 @@ class Step:
             self.model.hybrid.losses.reset()
         losses = self._passes(parts, mean, observe)
         attached = self.model.hybrid.losses
-        return StepResult(losses if attached is None else losses | attached.terms, labels // self.copies)
+        if attached is not None:
+            # Of a stage's layers, and of a tensor-parallel rank's tokens: the mean over all ranks is the step's.
+            losses |= {name: term * self.copies for name, term in attached.terms.items()}
+        return StepResult(losses, labels // self.copies)
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""

@@ -194,6 +194,17 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
     assert points[32]["memory"] == found["memory_total"]
 
 
+def test_ranks_that_divide_experts_gather_less_and_receive_tokens(capsys):
+    """Of 16 layers each GPU gathers 8 of 64 experts and gets 7 / 8 of the rows of 8 experts per token, there and back, in bf16."""
+    alone = facts(capsys, "pretrain/olmoe-1b-7b", "--world-size", "8", "--gpu", "h200")
+    found = facts(capsys, "pretrain/olmoe-1b-7b", "--world-size", "8", "--gpu", "h200", "train.parallel.expert=8")
+    tokens = found["microbatch_size"] * 4096
+    assert alone["routed"] == 0 and found["routed"] == 16 * 2 * 8 * 2048 * 2 * tokens * 7 / 8
+    assert found["memory"]["weights"] < alone["memory"]["weights"]
+    assert found["memory"]["optimizer"] == alone["memory"]["optimizer"]
+    assert found["memory"]["activations"] > alone["memory"]["activations"]
+
+
 @pytest.mark.parametrize(
     ("more", "least"),
     [

@@ -17,9 +17,25 @@ GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
 MAMBA = {"type": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 16}
 GDN = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 KDA = {"type": "kimi_delta", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "gate_rank": 7}
+CCA = {
+    "type": "compressed_attention",
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 6,
+    "mlp": {"type": "swiglu", "d_ff": 48},
+}
 SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
 ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
+LATENT = {
+    "type": "latent_attention",
+    "n_heads": 4,
+    "kv_rank": 10,
+    "nope_dim": 6,
+    "rope_dim": 4,
+    "value_dim": 5,
+    "mlp": SWIGLU,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "mpt with alibi": {
         "norm": {"type": "layernorm"},
@@ -44,6 +60,10 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "layers": "(a w)*2",
         "logit_softcap": 10.0,
+    },
+    "latent attention with positions and without": {
+        "blocks": {"a": LATENT | {"position": ROTARY, "q_rank": 7, "latent_bias": True}, "n": LATENT},
+        "layers": "a n a",
     },
     "sinks, with a window in every second layer": {
         "blocks": {
@@ -101,6 +121,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "blocks": {"k": KDA | {"mlp": SWIGLU}, "b": KDA | {"lower_bound": -5.0, "d_conv": 2}, "a": ATTENTION},
         "layers": "k b a k",
     },
+    "compressed attention with and without a window, biases and delayed halves of one head": {
+        "blocks": {
+            "c": CCA | {"position": {"type": "rotary", "fraction": 0.67}, "d_conv": 3},
+            "w": CCA | {"n_kv_heads": 1, "qkv_bias": True, "sliding_window": 9, "d_head_conv": 3},
+        },
+        "layers": "c w c",
+    },
     "zamba2 as the 2.7B": {
         "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
         "layers": "m s+m m (s+m)*2",
@@ -117,12 +144,13 @@ def build(
     backend: str = "auto",
     layers: str | None = None,
     documents: bool = False,
+    vocab_size: int = VOCAB,
 ) -> CausalLM:
     """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
 
     device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
     """
-    settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
     settings["blocks"] = {name: _with_backend(block, backend) for name, block in settings["blocks"].items()}
     if backend in get_args(NormBackend):
         settings["norm"] = settings.get("norm", {}) | {"backend": backend}

@@ -206,6 +206,7 @@ def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
             "qkv_bias": rng.choice([True, False]),
             "out_bias": rng.choice([True, False]),
             "output_gate": rng.choice([True, False]),
+            "sinks": rng.choice([True, False]),
         }
 
     def mamba() -> dict[str, Any]:
@@ -251,8 +252,32 @@ def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:
             "d_conv": rng.randint(1, 5),
             "lower_bound": rng.choice([None, -5.0]),
         },
+        "l": {
+            "type": "latent_attention",
+            "n_heads": heads(6),
+            "q_rank": rng.choice([None, 5]),
+            "kv_rank": 6,
+            "nope_dim": 4,
+            "rope_dim": 2,
+            "value_dim": rng.choice([6, 5]),
+            "position": rng.choice([{"type": "none"}, {"type": "rotary"}]),
+        },
     }
-    layers = ["a w", "m m", "m s+m m s+m", "a m w", "s+m w s+m", "m p", "g a", "g s+g", "m g w", "k a", "k w"]
+    layers = [
+        "a w",
+        "m m",
+        "m s+m m s+m",
+        "a m w",
+        "s+m w s+m",
+        "m p",
+        "g a",
+        "g s+g",
+        "m g w",
+        "k a",
+        "k w",
+        "l a",
+        "k l",
+    ]
     chosen = rng.choice(layers)
     return {
         "blocks": {name: block for name, block in blocks.items() if name in chosen},

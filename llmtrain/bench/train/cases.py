@@ -84,7 +84,7 @@ def cases(sweep: Sweep, out: Path) -> list[Case]:
             settings = _settings(sweep, out, name, min(base.model.vocab_size, 4096), seq_len, precision)
             try:
                 config = load_config(model, settings)
-                if sweep.batch_tokens is not None and gpus % config.train.parallel.ranks == 0:
+                if sweep.batch_tokens is not None and gpus % config.train.parallel.unit == 0:
                     batch = _batch(sweep, model, config, gpus)
                     settings.append(f"train.global_batch_size={batch}")
                     config = load_config(model, settings)

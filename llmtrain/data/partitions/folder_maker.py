@@ -184,14 +184,15 @@ class FolderMaker:
 
     def _tokenizer(self, inputs: dict[str, Any]) -> TextTokenizer:
         """The tokenizer, in the folder. One that is trained here is trained once."""
-        given = load_tokenizer(self.config.tokenizer) if self.config.tokenizer else None  # before anything is written
+        made_from = self.folder / REPORTS / "tokenizer"
+        trained = self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs)
+        given = self.folder / "tokenizer" if trained else self.config.tokenizer
+        tokenizer = load_tokenizer(given) if given else self._train_tokenizer()  # before anything is written
         make_marked(self.folder)
         for name in (*SPLITS, REPORTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        made_from = self.folder / REPORTS / "tokenizer"
-        if self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs):
-            return load_tokenizer(self.folder / "tokenizer")
-        tokenizer = given or self._train_tokenizer()
+        if trained:
+            return tokenizer
         if self.chat is not None and self.chat.template is not None:
             tokenizer = replace(tokenizer, chat_template=self.chat.template.text)
         tokenizer.save(self.folder / "tokenizer")

@@ -37,6 +37,9 @@ _WRITES = ("cache_dir", "save_infos", "download_config")
 """Settings of `load_dataset` by which a task file would choose where files are written."""
 _TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "gen_prefix")
 
+MOST_REPEATS = 10_000
+"""Answers that are drawn for a document."""
+
 SEED = 1234
 """Seed of few-shot examples and of answers that are drawn; the harness's, there for torch."""
 
@@ -157,6 +160,8 @@ def _settings(data: dict[str, Any], file: Path) -> Settings:
     for key, least in (("num_fewshot", 0), ("repeats", 1)):
         if data.get(key, least) < least:
             raise EvalError(f"{key}: {data[key]}; expected at least {least}")
+    if data.get("repeats", 1) > MOST_REPEATS:
+        raise EvalError(f"repeats: {data['repeats']}; expected at most {MOST_REPEATS:,}")
     for key in _WRITES:
         if key in data.get("dataset_kwargs", ()):
             raise EvalError(

@@ -79,14 +79,10 @@ class CostModel:
         return _CONSTANT + _LINEAR * (at @ self.points.T) + _SMOOTH * np.exp(-squares / (2 * _REACH**2))
 
     def applies(self, cell: Cell) -> bool:
-        """True if the head_dim was measured, and each feature both where the cell has it and where it is without."""
-        of_cell = cell.features
-        measured = [row.features for row in self.rows]
-        known = all(
-            any((name in has) == (name in of_cell) for has in measured)
-            for name in ("alibi", "softcap", "documents", "window")
-        )
-        return known and any(row.head_dim == cell.head_dim for row in self.rows)
+        """True if the head_dim was measured, and the cell's features, together or, of several, each alone."""
+        sets, features = {row.features for row in self.rows}, cell.features
+        each = len(features) > 1 and all(frozenset({name}) in sets for name in features)
+        return (features in sets or each) and any(row.head_dim == cell.head_dim for row in self.rows)
 
     def time(self, cell: Cell) -> tuple[float, Row, bool]:
         """(milliseconds of forward and backward of a batch of TOKENS, the most similar row, whether the time is predicted)."""

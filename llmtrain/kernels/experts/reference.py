@@ -55,11 +55,21 @@ class ReferenceExperts:
         b_out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         rows = Rows.of(chosen, self.spec.n_experts)
-        h = self.product(_Take.apply(x, rows.order, rows.inverse), w_in, rows.ends)
+        h = self.product(take(x, rows), w_in, rows.ends)
         h = h if b_in is None else h + b_in[rows.experts]
         y = self.product(feed_forward_unit(h, self.spec.activation), w_out, rows.ends)
         y = y if b_out is None else y + b_out[rows.experts]
-        return _Combine.apply(y, weights, rows.order, rows.inverse)
+        return combine(y, weights, rows)
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """The rows [N, d] of tokens x [T, d], in their order."""
+    return _Take.apply(x, rows.order, rows.inverse)
+
+
+def combine(y: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+    """The sums [T, d] over the rows y [N, d] of each token, times weights [T, top_k]."""
+    return _Combine.apply(y, weights, rows.order, rows.inverse)
 
 
 class _Take(torch.autograd.Function):

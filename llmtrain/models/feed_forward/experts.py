@@ -1,6 +1,8 @@
 """A feed-forward layer of experts, of which each token meets a few; no token is dropped."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,13 @@ from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.feed_forward.dense import MLP
+from llmtrain.models.feed_forward.exchange import ExpertRanks, Travel, eager
 from llmtrain.models.feed_forward.routers import Router, Routing, route
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.layers import Linear
 from llmtrain.models.sections.experts import ExpertsSection
+from llmtrain.models.slices import shard_parameter
+from llmtrain.models.tensor_parallel import TensorRanks
 
 _LOGGED_LOADS = 64
 """Most experts of a layer whose loads are logged one by one."""
@@ -25,10 +30,12 @@ _LOGGED_LOADS = 64
 
 class ExpertWeights(nn.Module):
     """The matrices of all experts, one above another as published checkpoints have them: w_in [n_experts, d_in, d], gate above up,
-    and w_out [n_experts, d, d_ff]. Read as attributes; there is no forward.
+    and w_out [n_experts, d, d_ff]. A call computes with them, so that FSDP2 can gather them for it alone.
 
     parts: rows of the maps that stand in each expert's matrix, by parameter (as Linear.parts).
     """
+
+    ranks: ExpertRanks | None = None
 
     def __init__(self, section: ExpertsSection, d: int):
         super().__init__()
@@ -38,6 +45,19 @@ class ExpertWeights(nn.Module):
         self.b_in = nn.Parameter(torch.empty(n, d_in)) if section.bias else None
         self.b_out = nn.Parameter(torch.empty(n, d)) if section.bias else None
         self.parts = {"w_in": (section.d_ff,) * (d_in // section.d_ff), "w_out": (d,)}
+
+    def split(self, ranks: ExpertRanks) -> None:
+        """Keep this rank's experts."""
+        self.ranks = ranks
+        for name, parameter in list(self.named_parameters()):
+            shard_parameter(self, name, ranks.slices(len(parameter)))
+
+    def forward(self, kernel: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """kernel: see kernels/experts/reference.py, as are its inputs."""
+        held = (self.w_in, self.w_out, self.b_in, self.b_out)
+        if self.ranks is not None:
+            held = tuple(one if one is None else _ScaledGradient.apply(one, self.ranks.share) for one in held)
+        return kernel(x, chosen, weights, *held)
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         rules = {
@@ -57,9 +77,10 @@ class Experts(FeedForward):
         super().__init__(section, d_model, platform, dtype)
         self.section, width = section, section.latent or d_model
         kernel = section.kernel(d_model, str(dtype).removeprefix("torch."))
-        platform = platform or detect()
-        self.backend = registry.resolve(kernel.operation, kernel.backend, kernel.spec, platform)
-        self.kernel = self.backend.build(kernel.spec, platform)
+        self.platform, self.spec = platform or detect(), kernel.spec
+        self.backend = registry.resolve(kernel.operation, kernel.backend, kernel.spec, self.platform)
+        self.kernel = self.backend.build(kernel.spec, self.platform)
+        self.expert_ranks: ExpertRanks | None = None
         self.router = Router(section.n_experts, d_model, section.router.bias)
         self.latent_in = None if section.latent is None else Linear(d_model, width)
         self.experts = ExpertWeights(section, width)
@@ -89,21 +110,63 @@ class Experts(FeedForward):
     def outputs(self) -> Collection[str]:
         return ("latent_out",) if self.shared_gate is not None else ("latent_out", "shared.w_out")
 
+    def split(self, ranks: TensorRanks) -> None:
+        """Divide the MLP beside the experts. Router and experts read this rank's own tokens, of which expert-parallel ranks have
+        different ones (`split_experts`)."""
+        self.ranks = ranks
+        if self.shared is not None:
+            self.shared.split(ranks)
+
+    def split_experts(self, ranks: ExpertRanks) -> None:
+        self.expert_ranks = ranks
+        self.experts.split(ranks)
+        # Of one row that comes: its expert here.
+        spec = replace(self.spec, n_experts=self.section.n_experts // ranks.size, top_k=1)
+        self.kernel = self.backend.build(spec, self.platform)
+
+    def split_modules(self) -> Sequence[nn.Module]:
+        return (self.experts,)
+
+    def fixed_ops(self) -> set[str]:
+        """The choice of experts, and how many rows come from where: rows that are sent again shall be those that were sent."""
+        return {"aten.topk.default", "llmtrain.exchange_counts.default"}
+
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         tokens, router = x.flatten(0, -2), self.section.router
         trained = torch.is_grad_enabled() and context.losses is not None
         logits = self.router.logits(tokens, router.jitter if self.training and torch.is_grad_enabled() else 0.0)
         routing = route(router, self.section.top_k, logits, self.choice_bias if router.choice_bias else None)
-        z, weights = tokens if self.latent_in is None else self.latent_in(tokens), self.experts
-        y = self.kernel(z, routing.chosen, routing.weights, weights.w_in, weights.w_out, weights.b_in, weights.b_out)
+        z = tokens if self.latent_in is None else self.latent_in(tokens)
+        if self.expert_ranks is None:
+            y, beside = self.experts(self.kernel, z, routing.chosen, routing.weights), self._beside(x)
+        else:
+            travel = self.expert_ranks.begin(z, routing.chosen, self.section.n_experts)
+            beside = self._beside(x)  # meanwhile
+            y = self._exchanged(travel, routing.weights)
         y = y if self.latent_out is None else self.latent_out(y)
-        if self.shared is not None:
-            beside = self.shared(tokens)
-            y = y + (beside if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * beside)
+        y = y if beside is None else y + beside
         return (self._attach(y, logits, routing, context.losses) if trained else y).view_as(x)
+
+    def _beside(self, x: Tensor) -> Tensor | None:
+        """The output [T, d_model] of the MLP that every token meets."""
+        if self.shared is None:
+            return None
+        beside = self.shared(x).flatten(0, -2)
+        return beside if self.shared_gate is None else self.shared_gate(x.flatten(0, -2)).sigmoid() * beside
+
+    @eager
+    def _exchanged(self, travel: Travel, weights: Tensor) -> Tensor:
+        """The experts' outputs for this rank's tokens, once the rows of all ranks are where their experts are."""
+        rows = travel.arrive()
+        experts, n = travel.experts, len(rows)
+        if not n:  # gradients are zeros, not none: FSDP2 reduces those of all ranks together
+            rows, experts = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), experts.new_zeros(1)
+        y = self.experts(self.kernel, rows, experts[:, None], weights.new_ones(len(rows), 1))
+        return travel.send_back(y[:n], weights)
 
     def _attach(self, y: Tensor, logits: Tensor, routing: Routing, losses: AttachedLosses | None) -> Tensor:
         """y, with the losses of the layer and its count of tokens."""
+        assert losses is not None
         section, chosen = self.section, routing.chosen.flatten()
         load = torch.zeros_like(self.load).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=self.load.dtype))
         y = add_in_backward(y, self.load, load)
@@ -111,13 +174,12 @@ class Experts(FeedForward):
             y = attach_loss(y, section.z_loss * logits.logsumexp(-1).square().mean(), losses, "router_z")
         if not section.balance.weight:
             return y
-        if section.balance.tokens == "step":
-            load = _over_ranks(load + self.load)
+        every = section.balance.tokens == "step"
+        load = _over_ranks(load + self.load) if every else losses.over_sharers(load)
         share, factor = load / load.sum(), section.balance.weight * section.n_experts
         mean = routing.scores.mean(0)
         if self.pooling is None:
             return attach_loss(y, factor * (share * mean).sum(), losses, "balance")
-        assert losses is not None
         layers = len(losses.counts)
         with torch.no_grad():
             losses.counts[self.pool].copy_(share * section.top_k / layers)
@@ -155,6 +217,17 @@ class Experts(FeedForward):
         for linear in (self.latent_in, self.latent_out, self.shared, self.shared_gate):
             total += Flops() if linear is None else linear.flops(seq_len)
         return total
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return d * ctx.factor, None
 
 
 def _over_ranks(load: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from llmtrain.config.base import ByType, NonNegativeFloat, PositiveFloat, Proble
 from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.dense import MLPSection
-from llmtrain.models.sections.feed_forward import FeedForwardSection, Kernel
+from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection, Kernel
 
 
 class RouterSection(Section):
@@ -111,6 +111,9 @@ class ExpertsSection(FeedForwardSection):
 
     def kernel(self, d_model: int, dtype: str = "bfloat16") -> Kernel:
         return Kernel("experts", self.spec(d_model, dtype), self.backend)
+
+    def divided(self, d_model: int) -> list[Divided]:
+        return [] if self.shared is None else self.shared.divided(d_model)
 
     def kept_products(self, d_model: int) -> dict[str, int]:
         kept = {} if self.latent is None else {"latent_in": self.latent}

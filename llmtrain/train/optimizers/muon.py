@@ -55,7 +55,7 @@ class Muon(AdamWBesideMatrices):
                     key = (tuple(parameter.shape), tuple(self.matrices[parameter]), number)
                     equal.setdefault(key, []).append(parameter)
         stepped = [parameter for some in equal.values() for parameter in some]
-        ranks = _sharding_group(stepped)
+        ranks = _sharding_group([parameter for parameter in stepped if parameter.ndim == 2])
         for (shape, parts, number), some in sorted(
             equal.items(), key=lambda one: -math.prod(one[0][0]) * min(one[0][0][-2:])
         ):

@@ -420,8 +420,11 @@ def test_waiting_for_another_process_is_reported(tmp_path, monkeypatch, caplog):
     assert f"another process prepares {tmp_path / 'out'}: waiting" in caplog.text
 
 
-def test_a_tokenizer_that_is_not_there_leaves_no_folder(corpus, settings, tmp_path):
-    absent = str(tmp_path / "absent" / "tokenizer.json")
-    with pytest.raises(TokenizerError, match="absent"):
-        prepare(settings(corpus, tokenizer=absent, vocab_size=None), progress=False)
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"tokenizer": "./absent", "vocab_size": None}, "absent"), ({"text_key": "1"}, "no key '1'")]
+)
+def test_without_a_tokenizer_no_folder_is_left(corpus, settings, tmp_path, changes, words):
+    (corpus / "z.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises((TokenizerError, PrepareError), match=words):
+        prepare(settings(corpus, **changes), progress=False)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

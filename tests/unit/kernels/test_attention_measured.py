@@ -108,6 +108,16 @@ def test_features_that_no_cell_has_together_are_predicted_from_each(tables):
     assert auto(replace(plain, documents=True), 4096) == "not measured"
 
 
+def test_a_backend_is_not_predicted_without_features_that_all_of_its_cells_have(tables):
+    packed, plain = replace(SPEC, documents=True, sliding_window=None), replace(SPEC, sliding_window=None)
+    tables((SPEC, 4096, "varlen", 1.0), (packed, 4096, "varlen", 1.0))
+    tables((plain, 4096, "sdpa:cudnn", 5.0), (plain, 4096, "triton", 6.0))
+    assert [row.backend for row in registry.measured("attention", "auto", plain, H200, 4096)] == [
+        "sdpa:cudnn",
+        "triton",
+    ]
+
+
 def test_cells_on_both_sides_decide_by_their_distance(tables):
     tables(
         (SPEC, 2048, "triton", 4.0), (SPEC, 2048, "flex", 8.0), (SPEC, 16384, "triton", 9.0), (SPEC, 16384, "flex", 4.5)

@@ -14,6 +14,7 @@ from llmtrain.models.parameters import parameter_info
 CPU = platform.cpu()
 MLP = {"type": "swiglu", "d_ff": 48}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": MLP}
+LATENT = {"type": "latent_attention", "n_heads": 4, "kv_rank": 24, "nope_dim": 8, "rope_dim": 4, "value_dim": 10}
 BLOCKS = {
     "mha": ATTENTION | {"position": {"type": "rotary"}},
     "gqa": ATTENTION
@@ -22,6 +23,8 @@ BLOCKS = {
     "alibi": ATTENTION | {"position": {"type": "alibi"}, "qk_norm": "full", "clip_qkv": 1.0, "qkv_bias": True},
     "window": ATTENTION | {"sliding_window": 5, "softcap": 10.0, "head_dim": 16, "out_bias": True, "mlp": None},
     "sinks": ATTENTION | {"sinks": True, "n_kv_heads": 2},
+    "latent": LATENT | {"position": {"type": "rotary"}, "q_rank": 12, "mlp": MLP},
+    "latent_nope": LATENT,
     "mamba": {"type": "mamba2", "d_state": 16, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
     "mamba_mlp": {"type": "mamba2", "d_state": 16, "head_dim": 16, "norm_before_gate": True, "mlp": MLP},
     "gdn": {
@@ -30,6 +33,14 @@ BLOCKS = {
         "n_key_heads": 2,
         "key_head_dim": 8,
         "value_head_dim": 6,
+        "mlp": MLP,
+    },
+    "cca": {
+        "type": "compressed_attention",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "position": {"type": "rotary"},
+        "qkv_bias": True,
         "mlp": MLP,
     },
     "kda": {

@@ -74,7 +74,15 @@ def test_each_block_type_is_a_constant_that_editors_can_offer():
         for choice in schema["$defs"]["ModelConfig"]["properties"]["blocks"]["additionalProperties"]["oneOf"]
     ]
     offered = [schema["$defs"][choice]["properties"]["type"]["const"] for choice in choices]
-    assert offered == ["attention", "gated_deltanet", "kimi_delta", "mamba2", "parallel_mixers", "shared_attention"]
+    assert offered == [
+        "attention",
+        "compressed_attention",
+        "gated_deltanet",
+        "kimi_delta",
+        "mamba2",
+        "parallel_mixers",
+        "shared_attention",
+    ]
 
 
 def test_settings_carry_their_documentation():

@@ -355,6 +355,64 @@ def test_ranks_that_cannot_share_sequences_are_reported_why(load, text, override
     assert message in problems(load, text, *overrides, world_size=world_size)[path]
 
 
+EXPERTS = GOOD.replace("head_dim: 32}", "head_dim: 32, mlp: {type: experts, n_experts: 12, top_k: 2, d_ff: 64}}")
+UNCOUNTED = "model.blocks.m.mlp.balance.weight=0"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "world_size", "path", "message"),
+    [
+        (GOOD, ["train.parallel.expert=2"], 2, "train.parallel.expert", "no block has an mlp of type experts; use 1"),
+        (EXPERTS, ["train.parallel.expert=8"], 8, "train.parallel.expert", "does not divide n_experts of block m (12)"),
+        (EXPERTS, ["train.parallel.expert=4"], 6, "train.parallel.expert", "must divide the number of ranks (6)"),
+        (
+            EXPERTS,
+            ["train.parallel={tensor: 2, expert: 3}"],
+            6,
+            "train.parallel.expert",
+            "must be a multiple of train.parallel.tensor (2), whose ranks send experts their own tokens; use 6",
+        ),
+        (
+            EXPERTS,
+            ["train.parallel.expert=4", "train.sharding={strategy: hybrid, shard_size: 2}"],
+            4,
+            "train.parallel.expert",
+            "must divide train.sharding.shard_size (2)",
+        ),
+        (
+            EXPERTS,
+            ["train.parallel.expert=2", "train.microbatch_size=auto"],
+            2,
+            "train.microbatch_size",
+            "use a number, or train.parallel.expert: 1",
+        ),
+        (
+            EXPERTS,
+            ["train.parallel.expert=2", "train.cuda_graphs=on"],
+            2,
+            "train.cuda_graphs",
+            "numbers of tokens that ranks with different experts send",
+        ),
+        (
+            EXPERTS,
+            ["train.parallel={context: 2, tensor: 2, expert: 2}", "data.seq_len=250"],
+            4,
+            "data.seq_len",
+            "must be a multiple of 8 (train.parallel.context = 2 x tensor = 2 x expert = 2)",
+        ),
+    ],
+)
+def test_ranks_that_cannot_divide_experts_are_reported_why(load, text, overrides, world_size, path, message):
+    assert message in problems(load, text, *overrides, world_size=world_size)[path]
+
+
+def test_ranks_may_divide_experts_beside_sequences_and_layers(load):
+    for parallel in ("{expert: 4}", "{context: 2, tensor: 2, expert: 4}", "{tensor: 2, expert: 2}"):
+        assert load(EXPERTS, f"train.parallel={parallel}", world_size=4).train.parallel.unit in (2, 4)
+    uncounted = ["train.parallel={context: 2}", "data.seq_len=250", UNCOUNTED]
+    assert load(EXPERTS, *uncounted, world_size=4).data.seq_len == 250
+
+
 def test_ranks_may_share_the_sequences_of_every_type_of_block(load):
     text = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: gated_deltanet, n_heads: 4}")
     assert text != GOOD

@@ -60,6 +60,7 @@ def task(folder: Path, settings: dict[str, Any] = CHOICES, **changes: Any) -> Lm
         ({"unsafe_code": True}, "unsafe_code: the task runs code that a model writes"),
         ({"num_fewshot": "many"}, "num_fewshot: expected a number, found 'many'"),
         ({"num_fewshot": -1}, "num_fewshot: -1; expected at least 0"),
+        ({"repeats": 10**11}, "repeats: 100000000000; expected at most 10,000"),
         ({"output_type": "generate"}, "output_type: 'generate'; did you mean generate_until?"),
         ({"doc_to_choice": None}, "doc_to_choice: missing"),
         ({"test_split": None}, "test_split: missing"),

@@ -1,0 +1,192 @@
+"""Layers of experts over several ranks, also where ranks divide the experts (train.parallel.expert), compute what one rank does."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llmtrain.models.feed_forward import routers
+from tests.distributed.test_context_parallel import EXACT, assert_exact, assert_same_run
+from tests.distributed.test_gradients import ONE_STEP, assert_same_step, one_step, plain_step
+from tests.distributed.test_muon import plain, sharded
+from tests.distributed.test_tensor_parallel import move
+from tests.support.runs import read_tensors, train
+from tests.support.shared_sequences import Case, differences
+from tests.support.tiny import tiny_config
+
+SLOW, CI = pytest.mark.slow, pytest.mark.ci
+UNBALANCED: dict[str, Any] = {"balance": {"weight": 0.0}}
+BALANCED: dict[str, Any] = {"balance": {"weight": 0.5}, "z_loss": 0.1}
+POOLED: dict[str, Any] = {"balance": {"weight": 0.5, "over": "model"}, "z_loss": 0.1}
+BESIDE: dict[str, Any] = {"shared": {"d_ff": 8}, "shared_gate": True, "latent": 8, "bias": True}
+
+
+def experts(*settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    made = {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 24, **more}
+    for one in settings:
+        made |= one
+    return made
+
+
+def model(*settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A layer of attention and one of Mamba-2."""
+    mlp = experts(*settings, **more)
+    attention = {"type": "attention", "n_heads": 4, "head_dim": 4, "position": {"type": "rotary"}, "mlp": mlp}
+    mamba = {"type": "mamba2", "d_state": 4, "head_dim": 4, "chunk_size": 8, "mlp": mlp}
+    return {"blocks": {"a": attention, "m": mamba}, "layers": "a m"}
+
+
+def case(settings: dict[str, Any], recompute: str = "none", sharding: Any = None, **parallel: int) -> Case:
+    """Packed documents. Losses of layers are those of one rank where a group of ranks reads all samples, of which a third of the
+    labels is missing."""
+    train = {"parallel": parallel, "activation_checkpointing": {"type": recompute}, "sharding": sharding or {}}
+    return Case(settings, 16, borders=0.1, train=train)
+
+
+OVER_TWO = [
+    case(model(UNBALANCED)),
+    case(model(BALANCED, BESIDE), context=2),
+    case(model(POOLED), recompute="full", context=2),
+    case(model(UNBALANCED, BESIDE), recompute="full", expert=2),
+    case(model(POOLED, BESIDE), recompute="kernels", context=2, expert=2),
+    case(model(BALANCED, BESIDE), recompute="selective", tensor=2, expert=2),
+]
+HYBRID = {"strategy": "hybrid", "shard_size": 2}
+OVER_FOUR = [
+    case(model(UNBALANCED, BESIDE), expert=2),
+    case(model(UNBALANCED), sharding={"strategy": "grad_op"}, expert=4),
+    case(model(UNBALANCED, n_experts=12, top_k=3), sharding=HYBRID, expert=2),
+    case(model(UNBALANCED), sharding=HYBRID, tensor=2, expert=2),
+    case(model(BALANCED, BESIDE), context=2, tensor=2, expert=4),
+    case(model(POOLED, BESIDE), recompute="full", context=2, tensor=2, expert=2),
+    case(model(POOLED, top_k=4), recompute="selective", context=4, expert=4),
+    case(model(BALANCED, top_k=1, activation="relu2"), tensor=4, expert=4),
+]
+
+
+@pytest.mark.parametrize(("size", "cases"), [(2, OVER_TWO), pytest.param(4, OVER_FOUR, marks=CI)], ids=["2", "4"])
+def test_loss_and_gradients_are_those_of_one_rank(ranks, size, cases):
+    assert_exact(ranks, size, cases)
+
+
+def extreme(cases: list[Case], first: int) -> list[tuple[float, float, str]]:
+    """A job: `differences` where every token meets the experts from `first` on."""
+
+    def choose(section: Any, ranked: torch.Tensor, top_k: int, bias: Any) -> torch.Tensor:
+        return torch.arange(first, first + top_k).expand(len(ranked), top_k).clone()
+
+    with patch.object(routers, "_choose", choose):
+        return differences(cases)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_all_tokens_may_meet_one_expert_and_none_the_others(ranks, first):
+    """The first rank's, or the last one's; a rank gets no row."""
+    cases = [
+        case(model(UNBALANCED, top_k=1)),
+        case(model(BALANCED, top_k=1), context=2),
+        case(model(UNBALANCED, BESIDE, top_k=1), recompute="full", expert=2),
+        case(model(POOLED, top_k=1), tensor=2, expert=2),
+    ]
+    for one, (loss, gradient, name) in zip(cases, ranks(2).run(extreme, cases, first)[0], strict=True):
+        assert loss < EXACT and gradient < EXACT, (one, loss, gradient, name)
+
+
+MIXTURE = {
+    "model.blocks": {
+        "m": {"type": "mamba2", "d_state": 8, "head_dim": 16, "chunk_size": 16, "mlp": experts(BALANCED, BESIDE)},
+        "a": {
+            "type": "attention",
+            "n_heads": 2,
+            "mlp": experts(router={"type": "sigmoid", "choice_bias": True, "bias_rate": 0.01}),
+        },
+    },
+    "model.layers": "m a",
+    "train.microbatch_size": 2,
+}
+TWENTY_STEPS = {"train.duration": "20 steps", "eval.interval": "10 steps", "train.ema": {}, "optimizer.lr": 1e-3}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "shards": (2, {}),
+    "experts": (2, {"train.parallel": {"expert": 2}}),
+    "context": (2, {"train.parallel": {"context": 2}}),
+    "tensor and experts": (2, {"train.parallel": {"tensor": 2, "expert": 2}}),
+    "shards and experts": (4, {"train.parallel": {"expert": 2}}),
+    "context, tensor and experts": (4, {"train.parallel": {"context": 2, "tensor": 2, "expert": 4}}),
+    "stages and experts": (4, {"train.parallel": {"pipeline": 2, "expert": 2}}),
+    "replicas": (4, {"train.parallel": {"expert": 2}, "train.sharding": HYBRID}),
+}
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(["experts"], marks=CI), pytest.param([*LAYOUTS][1:], marks=SLOW)], ids=["two", "all"]
+)
+def test_twenty_steps_have_the_losses_of_one_rank(ranks, shards, tmp_path, layouts):
+    """Balance by losses and by biases, clipping, averages; microbatches of the same samples."""
+    changes = MIXTURE | TWENTY_STEPS
+    whole = ranks(1).run(train, tiny_config(shards, tmp_path / "whole", changes))[0]
+    for name in layouts:
+        size, layout = LAYOUTS[name]
+        run = ranks(size).run(train, tiny_config(shards, tmp_path / name, changes | layout))[0]
+        assert len(run.losses) == 20 and run.losses == pytest.approx(whole.losses, rel=1e-5), name
+        assert run.validation == pytest.approx(whole.validation, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "names", [["experts", "one", "shards"], pytest.param([*LAYOUTS], marks=SLOW)], ids=["three layouts", "all"]
+)
+def test_a_checkpoint_keeps_every_bit_through_other_layouts(ranks, shards, tmp_path, names):
+    folder, first = None, {}
+    for step, name in enumerate([*names, names[0]], start=1):
+        size, layout = LAYOUTS[name]
+        config = tiny_config(shards, tmp_path / "run", MIXTURE | {"model.tie_embeddings": False} | layout)
+        folder = ranks(size).run(move, config, folder, tmp_path, step)[0]
+        tensors = {name: value for name, value in read_tensors(folder).items() if isinstance(value, torch.Tensor)}
+        first = first or tensors
+        assert tensors.keys() == first.keys() and any("experts.w_in.exp_avg" in name for name in tensors)
+        assert all(torch.equal(tensors[name], value) for name, value in first.items()), layout
+
+
+@SLOW
+def test_a_run_moves_between_layouts(ranks, shards, tmp_path):
+    changes = MIXTURE | {"train.duration": "4 steps", "eval.interval": "2 steps", "checkpoint.interval": "1 steps"}
+    whole = ranks(1).run(train, tiny_config(shards, tmp_path / "whole", changes))[0]
+    for name, stop_before in (("experts", 1), ("one", 2), ("context, tensor and experts", 3), ("shards", None)):
+        size, layout = LAYOUTS[name]
+        run = ranks(size).run(train, tiny_config(shards, tmp_path / "run", changes | layout), stop_before)[0]
+    assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
+@pytest.mark.parametrize(("size", "layout"), [LAYOUTS["experts"], pytest.param(*LAYOUTS["replicas"], marks=SLOW)])
+def test_optimizers_of_matrices_step_divided_experts_as_one_rank_does(ranks, shards, tmp_path, size, layout, optimizer):
+    """Gradients of the same batch on all ranks; losses of layers count one microbatch."""
+    config = tiny_config(shards, tmp_path / "run", MIXTURE | layout | {"optimizer.type": optimizer})
+    expected = plain(config)
+    for found in ranks(size).run(sharded, config):
+        for name, weight in expected.items():
+            if found[name].shape == weight.shape:
+                torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=2e-5, msg=name)
+            else:
+                assert ".experts." in name and len(found[name]) == 2
+    together = [rank["blocks.0.mlp.experts.w_in"] for rank in ranks(size).run(sharded, config)[:2]]
+    torch.testing.assert_close(torch.cat(together), expected["blocks.0.mlp.experts.w_in"], rtol=1e-5, atol=2e-5)
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_compiled_layers_send_tokens_outside_of_their_graphs(ranks, shards, tmp_path, kind):
+    parallel = {"train.parallel.expert": 2, "train.activation_checkpointing": {"type": kind}, "train.compile": "on"}
+    mlp = {"model.blocks.m.mlp": experts(UNBALANCED, BESIDE), "model.layers": "m s+m"}
+    config = tiny_config(shards, tmp_path / "run", ONE_STEP | mlp | parallel)
+    step = ranks(2).run(one_step, config, "aot_eager")[0]
+    assert_same_step(step, plain_step(config, step.batch))
+
+
+@SLOW
+def test_in_bf16_a_step_is_close_to_that_of_one_rank(ranks, shards, tmp_path):
+    changes = ONE_STEP | MIXTURE | {"train.precision": "amp_bf16"}
+    divided = tiny_config(shards, tmp_path / "divided", changes | {"train.parallel.expert": 2})
+    alone = tiny_config(shards, tmp_path / "alone", changes)
+    assert_same_step(ranks(2).run(one_step, divided)[0], ranks(1).run(one_step, alone)[0], relative=0.2)
