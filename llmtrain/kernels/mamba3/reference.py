@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """What later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last token's
+    """Tensors that later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last token's
     turned k [batch, heads, d_state] and v [batch, heads, head_dim]."""
 
     h: Tensor
