@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """Tensors that later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last token's
-    turned k [batch, heads, d_state] and v [batch, heads, head_dim]."""
+    """Tensors that later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last
+    token's turned k [batch, heads, d_state] and v [batch, heads, head_dim]."""
 
     h: Tensor
     angle: Tensor
