@@ -55,7 +55,7 @@ def flat(kernel, ids: Tensor | None = None):
 
     def run(*tensors):
         given = tensors[:7]
-        y, state = kernel(*given, state_of(tensors), ids)
+        y, state = kernel(*given, state=state_of(tensors), document_ids=ids)
         return y, state.h, state.angle.cos(), state.k, state.v
 
     return run
@@ -89,8 +89,8 @@ def test_random_lengths_chunks_and_cuts(case):
 
     def in_two(*given):
         state = state_of(given)
-        first, state = kernel(*(t[:, :cut] for t in given[:7]), state)
-        second, state = kernel(*(t[:, cut:] for t in given[:7]), state)
+        first, state = kernel(*(t[:, :cut] for t in given[:7]), state=state)
+        second, state = kernel(*(t[:, cut:] for t in given[:7]), state=state)
         return torch.cat([first, second], 1), state.h, state.angle.cos(), state.k, state.v
 
     assert_equal(support.outcome(in_two, tensors), support.outcome(definition, tensors))
@@ -103,7 +103,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
     ids = torch.cat([torch.full((BATCH, n), i) for i, n in enumerate(lengths)], 1)
 
     def ours(*given):
-        y, state = kernel(*given[:7], state_of(given), ids)
+        y, state = kernel(*given[:7], state=state_of(given), document_ids=ids)
         return y, state.v
 
     def apart(*given):
