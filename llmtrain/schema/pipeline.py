@@ -58,6 +58,10 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
             train.microbatch_size == "auto",
             "is tried on whole models, and the size decides how much of a pipeline is idle; use a number",
         ),
+        "train.compare_ranks": (
+            train.compare_ranks is not None,
+            "repeats the forward pass of whole models; use null",
+        ),
         "train.cuda_graphs": (
             train.cuda_graphs == "on",
             "there can be none, as stages exchange tensors within a microbatch; use auto or off",

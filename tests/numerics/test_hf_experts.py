@@ -101,6 +101,37 @@ def dots1(rng: random.Random, i: int) -> Options:
     )
 
 
+def latent(rng: random.Random) -> Options:
+    """DeepSeek's attention. Without a head_dim, which the classes derive."""
+    keys = decoders.llama_keys(rng, attention_bias=rng.random() < 0.5, num_key_value_heads=None)
+    rope = keys["rope_parameters"]
+    if rope["rope_type"] == "yarn" and rope["factor"] > 1 and rng.random() < 0.5:
+        rope.pop("attention_factor", None)
+        rope |= rng.choice([{"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0, "attention_factor": 0.9}])
+    first = rng.randrange(keys["num_hidden_layers"])
+    return keys | {"n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": first} | {
+        "q_lora_rank": rng.choice([None, 7]),
+        "kv_lora_rank": rng.choice([6, 12]),  # even, as nope: DeepSeek-V2's class takes no others
+        "qk_nope_head_dim": rng.choice([4, 8]),
+        "qk_rope_head_dim": rng.choice([2, 6]),
+        "v_head_dim": rng.choice([5, 8, 9]),
+    }  # fmt: skip
+
+
+def deepseek_v3(rng: random.Random, i: int) -> Options:
+    return latent(rng) | grouped(rng, "n_routed_experts")
+
+
+def deepseek_v2(rng: random.Random, i: int) -> Options:
+    keys = latent(rng) | grouped(rng, "n_routed_experts") | {"mlp_bias": rng.random() < 0.5}
+    del keys["norm_topk_prob"]
+    if keys["n_group"] == 1 or rng.random() < 0.3:
+        keys |= {"topk_method": "greedy", "n_group": None, "topk_group": None}
+    else:
+        keys["topk_method"] = "group_limited_greedy"
+    return keys
+
+
 def nemotron_h(rng: random.Random, i: int) -> Options:
     heads = rng.choice([1, 2, 4])
     return grouped(rng, "n_routed_experts") | {
@@ -132,6 +163,8 @@ def gpt_oss(rng: random.Random, i: int) -> Options:
 
 
 PEERS = {
+    "deepseek_v2": hf.Peer(deepseek_v2, transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": hf.Peer(deepseek_v3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "gpt_oss": hf.Peer(gpt_oss, transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "mixtral": hf.Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmoe": hf.Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
@@ -144,7 +177,7 @@ PEERS = {
     ),
     "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
-POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h")]
+POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3")]
 """Classes with an auxiliary loss."""
 
 

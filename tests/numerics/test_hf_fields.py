@@ -89,6 +89,8 @@ NO_PART: dict[str, dict[str, Any]] = {
     },
     "dots1": {"max_window_layers": 1},
     "gpt_oss": {"hidden_act": "gelu"},
+    "deepseek_v2": {"pretraining_tp": 2, "norm_topk_prob": True},
+    "deepseek_v3": {"pretraining_tp": 2, "num_mtp_layers": 3},
     "bamba": {"z_loss_coefficient": 0.1},
     "granitemoehybrid": _ROUTER | {"intermediate_size": 44},
     "falcon_h1": {"mamba_expand": 5},
@@ -103,6 +105,8 @@ READ = {"vocab_size": 67, "max_position_embeddings": 96}
 REFUSED: dict[str, dict[str, Any]] = {
     "mpt": {"expansion_ratio": 2, "no_bias": False, "logit_scale": 0.5, "norm_type": "rmsnorm"},
     "olmoe": {"clip_qkv": 5.0},
+    "deepseek_v2": {"num_key_value_heads": 7},
+    "deepseek_v3": {"num_key_value_heads": 7, "rope_interleave": False},
     "gpt_oss": {"swiglu_alpha": 1.5, "swiglu_limit": 5.0},
     "gemma2": {"use_bidirectional_attention": True},
     "gemma3_text": {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},

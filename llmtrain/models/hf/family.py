@@ -29,6 +29,7 @@ _FAMILIES = {
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
+        *("deepseek_v2", "deepseek_v3"),
     )
 }
 

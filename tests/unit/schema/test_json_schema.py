@@ -75,13 +75,8 @@ def test_each_block_type_is_a_constant_that_editors_can_offer():
     ]
     offered = [schema["$defs"][choice]["properties"]["type"]["const"] for choice in choices]
     assert offered == [
-        "attention",
-        "compressed_attention",
-        "gated_deltanet",
-        "kimi_delta",
-        "mamba2",
-        "parallel_mixers",
-        "shared_attention",
+        *("attention", "compressed_attention", "gated_deltanet", "kimi_delta", "latent_attention", "mamba2"),
+        *("parallel_mixers", "shared_attention"),
     ]
 
 

@@ -210,7 +210,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (
             published.LLAMA_2_7B,
             {"model_type": "gpt2"},
-            "'gpt2'; .*; there is bamba, dots1, falcon_h1, gemma2, ",
+            "'gpt2'; .*; there is bamba, deepseek_v2, deepseek_v3, dots1, ",
         ),
         (published.LLAMA_2_7B, {"model_type": "x", "mamba_dt_rank": 8}, "needs what is not here: Mamba-1 layers"),
         (
@@ -319,6 +319,7 @@ def test_families():
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
+        *("deepseek_v2", "deepseek_v3"),
     ]
 
 
