@@ -87,6 +87,7 @@ NO_PART: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.2,
         "rescale_prenorm_residual": False,
     },
+    "kimi_linear": {"pretraining_tp": 2},
     "dots1": {"max_window_layers": 1},
     "gpt_oss": {"hidden_act": "gelu"},
     "smollm3": {"no_rope_layer_interval": 7},
@@ -120,6 +121,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"hidden_act": "gelu"},
     "qwen3_next": {"hidden_act": "gelu"},
     "olmo_hybrid": {"hidden_act": "gelu"},
+    "kimi_linear": {"hidden_act": "gelu", "tie_word_embeddings": True},
     "nemotron_h": {
         "mamba_hidden_act": "gelu",
         "attention_bias": True,
@@ -159,7 +161,9 @@ def drawn(name: str) -> set[str]:
 
 def changed(config: Any, key: str, value: Any) -> dict[str, Any]:
     """config.json with another value of a field."""
-    return hf.published_config(config) | {key: value}
+    published = hf.published_config(config)
+    spelt = config.attribute_map.get(key, key)
+    return published | {spelt if spelt in published else key: value}
 
 
 def test_every_family_is_here():
