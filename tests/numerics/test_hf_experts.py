@@ -101,7 +101,6 @@ def dots1(rng: random.Random, i: int) -> Options:
     )
 
 
-<<<<<<< HEAD
 def glm4_moe(rng: random.Random, i: int) -> Options:
     keys = decoders.llama_keys(rng, attention_bias=rng.random() < 0.5, use_qk_norm=rng.random() < 0.5)
     keys["rope_parameters"] |= {"partial_rotary_factor": rng.choice([0.5, 1.0])}
@@ -110,7 +109,8 @@ def glm4_moe(rng: random.Random, i: int) -> Options:
     return keys | grouped(rng, "n_routed_experts") | {
         "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": first
     }  # fmt: skip
-=======
+
+
 def kimi_linear(rng: random.Random, i: int) -> Options:
     """Both kinds of layers at least once, and dense ones beside those with experts."""
     kinds = [
@@ -142,7 +142,6 @@ def kimi_linear(rng: random.Random, i: int) -> Options:
         "max_position_embeddings": 128,
         "pad_token_id": None,
     }
->>>>>>> main
 
 
 def latent(rng: random.Random) -> Options:
@@ -223,12 +222,8 @@ PEERS = {
     ),
     "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
-<<<<<<< HEAD
-UNPOOLED = ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe")
+UNPOOLED = ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear")
 POOLED = [name for name in PEERS if name not in UNPOOLED]
-=======
-POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "kimi_linear")]
->>>>>>> main
 """Classes with an auxiliary loss."""
 
 
