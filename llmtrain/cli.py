@@ -23,6 +23,7 @@ from llmtrain.commands.migrate import add_migrate
 from llmtrain.commands.plot import add_plot
 from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
+from llmtrain.commands.serve import add_serve
 from llmtrain.commands.train import add_train
 from llmtrain.errors import exit_status, exit_with, open_closed_streams
 
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         add_plot,
         add_decontaminate,
         add_generate,
+        add_serve,
         add_import,
         add_export,
         add_migrate,

@@ -1,21 +1,23 @@
-"""`llmtrain bench tune`, `llmtrain bench kernels` and `llmtrain bench train`. Declaring them imports no torch."""
+"""`llmtrain bench tune`, `kernels`, `train` and `serve`. Declaring them imports no torch."""
 
 import argparse
 from pathlib import Path
 
 from llmtrain.commands.arguments import output_path, require_at_least, require_at_most
 from llmtrain.config.shipped import CONFIG_HELP
+from llmtrain.errors import UserError
 
 MOST_WORKERS, MOST_DRAWS, MOST_SECONDS = 1024, 10_000, 10**6
 """Largest numbers of processes, of draws of inputs, and of seconds to compile that are taken."""
 
 
 def add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="measure training, measure and tune kernels on this machine")
+    bench = commands.add_parser("bench", help="measure training and servers, measure and tune kernels")
     programs = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_tune(programs)
     _add_kernels(programs)
     _add_train(programs)
+    _add_serve(programs)
 
 
 def _add_tune(commands) -> None:
@@ -133,6 +135,47 @@ def _add_train(commands) -> None:
     sub.set_defaults(func=train)
 
 
+def _add_serve(commands) -> None:
+    sub = commands.add_parser(
+        "serve",
+        help="throughput against latency of a server of OpenAI's API, ours or another's",
+        description="Sends requests with random prompts to URL/v1/completions as `vllm bench serve` does, for every pair of "
+        "lengths, number of users and rate: TTFT, TPOT, ITL and end to end at p50, p90 and p99; a table, JSON and a plot.",
+        epilog="example: llmtrain bench serve http://127.0.0.1:8000 --users 1 2 4 8 16 --lengths 960/80 1800/120",
+    )
+    sub.add_argument("url", metavar="URL", help="of the server, with or without /v1")
+    sub.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    sub.add_argument(
+        "--lengths", nargs="+", default=["960/80"], metavar="P/A", help="tokens of prompt and answer; default 960/80"
+    )
+    sub.add_argument("--spread", type=float, default=0.0, metavar="X", help="lengths differ by up to this share")
+    sub.add_argument(
+        "--rates", nargs="+", type=float, default=[float("inf")], metavar="R", help="requests per second; default inf"
+    )
+    sub.add_argument(
+        "--users", nargs="+", type=int, metavar="N", help="requests under way at a time; default any number"
+    )
+    sub.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1 (default) is a Poisson process; below, burstier"
+    )
+    sub.add_argument("--requests", type=int, default=1000, metavar="N", help="of each case; default 1000")
+    sub.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before each case; default 2")
+    sub.add_argument("--seed", type=int, default=0, metavar="N")
+    sub.add_argument(
+        "--goodput", nargs="+", default=[], metavar="M:MS", help="goals, as ttft:200 tpot:50 itl:80 e2el:2000"
+    )
+    sub.add_argument("--ids", type=int, default=1000, metavar="N", help="prompts are token ids below N; default 1000")
+    sub.add_argument("--words", action="store_true", help="prompts are words, for a server that takes no token ids")
+    sub.add_argument("--key-variable", metavar="NAME", help="environment variable with the server's key")
+    sub.add_argument(
+        "--request-seconds", type=float, default=3600.0, metavar="S", help="limit of a request; default 3600"
+    )
+    sub.add_argument(
+        "--out", type=output_path, default=Path("bench-serve"), metavar="FOLDER", help="default bench-serve/"
+    )
+    sub.set_defaults(func=serve)
+
+
 def tune(args: argparse.Namespace) -> int:
     require_at_least(1, args, "top", "workers")
     require_at_most(MOST_WORKERS, args, "workers")
@@ -159,5 +202,18 @@ def kernels(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     from llmtrain.bench.train.command import run
+
+    return run(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    require_at_least(1, args, "requests", "ids")
+    require_at_least(0, args, "warm_up", "spread")
+    require_at_most(1, args, "spread")
+    for name in ("rates", "users", "burstiness", "request_seconds"):
+        given = getattr(args, name)
+        if any(not one > 0 for one in (given if isinstance(given, list) else [given]) if one is not None):
+            raise UserError(f"--{name.replace('_', '-')}: expected numbers above 0")
+    from llmtrain.bench.serve.command import run
 
     return run(args)

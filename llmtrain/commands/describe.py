@@ -77,22 +77,33 @@ def run_describe(args: argparse.Namespace) -> int:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
     from llmtrain.plan.describe import describe
-    from llmtrain.plan.report import print_description, print_scaling
+    from llmtrain.plan.report import print_description, print_meshes, print_scaling
 
     per_node = {} if place is None else {"per_node": place.per_node}
     description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu, **per_node)
     points = _predictions(args, config, place, device, description) if place is not None and device is not None else []
+    meshes = _meshes(args, config, place, device, description) if points and place and device else {}
     for point in points:
         if (
             point.gpus == args.world_size and description.speed is not None
         ):  # the one time of a step, with communication
             description = replace(description, speed=description.speed.on(point.gpus, point.step_seconds, description))
     if args.json:
-        print(json.dumps(asdict(description) | {"scaling": [asdict(point) for point in points]}, indent=2))
+        print(
+            json.dumps(
+                asdict(description)
+                | {
+                    "scaling": [asdict(point) for point in points],
+                    "meshes": {n: asdict(point) for n, point in meshes.items()},
+                },
+                indent=2,
+            )
+        )
     else:
         print_description(description, config, points)
         if points:
             print_scaling(points)
+            print_meshes(meshes)
     return 0
 
 
@@ -108,6 +119,26 @@ def _predictions(
     if args.plot:
         draw(points, args.plot, f"{config.name} on {device.title}")
     return points
+
+
+def _meshes(
+    args: argparse.Namespace, config: Config, place: Cluster, device: Device, description: Description
+) -> dict[int, Scale]:
+    """Predictions for the run's GPUs with other numbers of stages, where `check` has nothing against them."""
+    from llmtrain.plan.parameters import parameter_sizes
+    from llmtrain.plan.scaling import predicted
+    from llmtrain.schema.load import check_for_world
+    from llmtrain.schema.pipeline import pipeline_problems
+
+    assert description.speed is not None
+    rate, memory, found = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9, {}
+    for stages in (1, 2, 4, 8, 16):
+        parallel = config.train.parallel.model_copy(update={"pipeline": stages})
+        other = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
+        if any(pipeline_problems(other)) or any(check_for_world(other, args.world_size)):
+            continue
+        found[stages] = predicted(other, parameter_sizes(other), rate, place, memory, args.world_size)
+    return found
 
 
 def add_mfu(subparsers: argparse._SubParsersAction) -> None:

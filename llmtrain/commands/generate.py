@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def add_generate(commands) -> None:
         type=Path,
         metavar="FILE",
         help='prompts: one per line, or {"prompt": ...} per line in a .jsonl; answers come as JSON lines, in order',
+    )
+    sub.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are what a user says, by the model's chat template; what is typed goes on with the conversation",
+    )
+    sub.add_argument("--system", metavar="TEXT", help="with --chat: the system's message")
+    sub.add_argument(
+        "--chat-template", metavar="FILE", help="with --chat: a Jinja file, or chatml, for the model's own"
     )
     sub.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     sub.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy; default 0.8")
@@ -66,6 +76,8 @@ def run_generate(args: argparse.Namespace) -> int:
         raise UserError(f"--max-new-tokens and --batch-size are at most {MOST:,}")
     if "" in args.stop:
         raise UserError("--stop '' would end every answer at once; give some text")
+    if not args.chat and (given := [name for name in ("system", "chat_template") if getattr(args, name) is not None]):
+        raise UserError(f"--{given[0].replace('_', '-')} goes with --chat")
     prompts = read_prompts(args.file) if args.file else None
     from llmtrain.generate.sampling import Sampling
 
@@ -85,14 +97,31 @@ def run_generate(args: argparse.Namespace) -> int:
     loaded = load_model(
         args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema, adapter=args.adapter
     )
+    ask = _conversation(loaded[1], args) if args.chat else _text
     if prompts is not None:
-        _answer_file(loaded, prompts, args)
+        _answer_file(loaded, prompts, ask, args)
     elif args.prompt is not None:
-        _stream(loaded, args.prompt, args)
+        _stream(loaded, args.prompt, ask, args)
     else:
+        turns: list[dict[str, str]] = []
         for prompt in _typed():
-            _stream(loaded, prompt, args)
+            answer = _stream(loaded, prompt, partial(ask, turns=turns), args)
+            turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return 0
+
+
+def _text(prompt: str, turns: Sequence[dict[str, str]] = ()) -> str:
+    """A prompt that the model continues. turns: not read by it."""
+    return prompt
+
+
+def _conversation(tokenizer: Any, args: argparse.Namespace) -> Callable[..., list[int]]:
+    """Ids of what a user says after a conversation. Raises UserError for a model without a chat template."""
+    from llmtrain.data.chat.asking import ChatPrompts
+
+    prompts = ChatPrompts(tokenizer, args.chat_template)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return lambda prompt, turns=(): prompts.ids([*system, *turns, {"role": "user", "content": prompt}])
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -119,19 +148,23 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _stream(loaded: tuple[Any, Any], prompt: str, args: argparse.Namespace) -> None:
+def _stream(loaded: tuple[Any, Any], prompt: str, ask: Callable[[str], Any], args: argparse.Namespace) -> str:
+    """Print the continuation, behind its prompt where the prompt is text, and return it."""
     from llmtrain.generate.text import complete
 
     model, tokenizer = loaded
-    print(prompt, end="", flush=True)
+    asked, answer = ask(prompt), ""
+    if isinstance(asked, str):
+        print(asked, end="", flush=True)
     began, end = time.perf_counter(), None
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "stops": args.stop}
-    for piece in complete(model, tokenizer, [prompt], args.sampling, **options):
+    for piece in complete(model, tokenizer, [asked], args.sampling, **options):
         print(piece.text, end="", flush=True)
-        end = piece.end
+        answer, end = answer + piece.text, piece.end
     print(flush=True)
     if sys.stderr.isatty():
         log.info(f"({end}; {time.perf_counter() - began:.1f} s)")
+    return answer
 
 
 def _typed() -> Iterator[str]:
@@ -148,7 +181,9 @@ def _typed() -> Iterator[str]:
             return
 
 
-def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Namespace) -> None:
+def _answer_file(
+    loaded: tuple[Any, Any], prompts: list[str], ask: Callable[[str], Any], args: argparse.Namespace
+) -> None:
     from llmtrain.generate.text import complete
     from llmtrain.progress import CountBar
 
@@ -160,7 +195,7 @@ def _answer_file(loaded: tuple[Any, Any], prompts: list[str], args: argparse.Nam
             for piece in complete(
                 model,
                 tokenizer,
-                batch,
+                [ask(prompt) for prompt in batch],
                 args.sampling,
                 max_new_tokens=args.max_new_tokens,
                 stops=args.stop,

@@ -90,6 +90,11 @@ def world_from_environment() -> World:
     )
 
 
+def host_name() -> str:
+    """The node's name for SLURM's --exclude, else the machine's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def launched_by_a_launcher() -> bool:
     """True inside a rank that torchrun, the Composer launcher or our own launcher started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -15,11 +15,7 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmtrain.distributed.world import (
-    World,
-    exit_status_of_rank,
-    world_from_environment,
-)
+from llmtrain.distributed.world import World, exit_status_of_rank, host_name, world_from_environment
 from llmtrain.doctor import cluster_node, cluster_reach
 from llmtrain.doctor.cluster_exchange import Exchange, guarded, within
 from llmtrain.doctor.cluster_judge import Link, Problem, bars, problems
@@ -113,7 +109,7 @@ def examine(world: World, folder: Path | None, patience: float = PATIENCE) -> st
 
 def _examine(exchange: Exchange, folder: Path | None) -> str:
     world, here = exchange.world, platform.detect()
-    report = Report(world.rank, world.rank // world.local_size, cluster_node.host_name())
+    report = Report(world.rank, world.rank // world.local_size, host_name())
     # Before any rank of this node touches its GPU: whoever is there then is not of this job.
     found = cluster_node.states(here) if world.local_rank == 0 else {}
     exchange.put("here", report.host)

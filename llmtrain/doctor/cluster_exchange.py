@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
-from llmtrain.distributed.world import LISTENER, World, launched_by_a_launcher
-from llmtrain.doctor.cluster_node import host_name
+from llmtrain.distributed.world import LISTENER, World, host_name, launched_by_a_launcher
 from llmtrain.errors import RunError
 
 _ANSWER_SECONDS = 5.0

@@ -3,7 +3,6 @@
 import os
 import platform as host
 import resource
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -56,11 +55,6 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     unreached: dict[str, list[str]] = field(default_factory=dict)
     error: str | None = None
-
-
-def host_name() -> str:
-    """The node's name for SLURM's --exclude, else the machine's."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def states(here: Platform) -> dict[str, GpuState] | str:

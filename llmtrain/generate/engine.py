@@ -157,11 +157,18 @@ class Engine:
 
     def cancel_all(self) -> None:
         """End every request, those that wait too."""
-        for request in [*self.waiting, *(active.request for active in self._active())]:
+        for request in [*self.waiting, *(active.request for active in self.active())]:
             request.cancelled = True
         self._drop_cancelled()
 
-    def _active(self) -> list[_Active]:
+    def weights_changed(self) -> None:
+        """Forget what was read with other weights. Nothing may be under way."""
+        assert not self.busy, "requests are under way"
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def active(self) -> list[_Active]:
+        """Requests that are being read or answered."""
         return [*self.live, *([self._reading[0]] if self._reading else [])]
 
     def _drop_cancelled(self) -> None:

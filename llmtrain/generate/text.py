@@ -78,7 +78,7 @@ def _overlap(text: str, stop: str) -> int:
 def complete(
     model: CausalLM,
     tokenizer: TextTokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     options: Sampling = Sampling(),  # noqa: B008 (frozen)
     *,
     max_new_tokens: int,
@@ -87,9 +87,10 @@ def complete(
 ) -> Iterator[TextChunk]:
     """Continue a batch of prompts; chunks come as they are decoded, one with an `end` for every row.
 
-    Neither a token that ends texts nor a stop string is part of the text. An empty prompt starts a document.
+    Neither a token that ends texts nor a stop string is part of the text. An empty prompt starts a document; one of ids is taken as
+    it is.
     """
-    ids = [tokenizer.prompt_ids(prompt) for prompt in prompts]
+    ids = [tokenizer.prompt_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     ends = set(tokenizer.end_ids)
     streams = [TextStream(tokenizer, row[-CONTEXT_TOKENS:], stops) for row in ids]
     chunks: list[TextChunk] = []

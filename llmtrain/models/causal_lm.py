@@ -135,6 +135,11 @@ class CausalLM(nn.Module):
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         return soft_cap(all_logits(hidden, head, self.hybrid.ranks), self.config.logit_softcap)
 
+    def least(self, number: int) -> int:
+        """The least of a number of the ranks that read the same batches, which all call this."""
+        ranks = self.hybrid.ranks
+        return number if ranks is None else -int(ranks.largest(torch.tensor(-number, device=self.device)))
+
     @property
     def config(self) -> ModelConfig:
         return self.hybrid.config

@@ -20,6 +20,7 @@ from llmtrain.config.base import (
 from llmtrain.models.pattern import Layer, PatternError, parse_pattern
 from llmtrain.models.sections.attention import AttentionBlock
 from llmtrain.models.sections.block import WithBackend
+from llmtrain.models.sections.compressed_attention import CompressedAttentionBlock
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.feed_forward import Divided
 from llmtrain.models.sections.gated_deltanet import GatedDeltaNetBlock
@@ -27,15 +28,18 @@ from llmtrain.models.sections.kimi_delta import KimiDeltaBlock
 from llmtrain.models.sections.latent_attention import LatentAttentionBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
+from llmtrain.models.sections.mamba3 import Mamba3Block
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
 Block = Annotated[
     AttentionBlock
+    | CompressedAttentionBlock
     | GatedDeltaNetBlock
     | KimiDeltaBlock
     | LatentAttentionBlock
     | Mamba2Block
+    | Mamba3Block
     | ParallelMixersBlock
     | SharedAttentionBlock,
     Field(discriminator="type"),

@@ -23,12 +23,14 @@ from llmtrain.plan.fitting import Fit, plans_that_fit
 from llmtrain.plan.memory import (
     GPUS_PER_NODE,
     Memory,
+    ParameterSizes,
     estimate_memory,
     exchanged_bytes,
     gathered_bytes,
     host_state_bytes,
     routed_bytes,
     shard_ranks,
+    stage_memories,
 )
 from llmtrain.plan.parameters import (
     Component,
@@ -64,6 +66,17 @@ class Speed:
         days = None if run.steps is None else run.steps * seconds_per_step / SECONDS_PER_DAY
         rate = run.tokens_per_step / gpus / seconds_per_step
         return replace(self, tokens_per_second_per_gpu=rate, seconds_per_step=seconds_per_step, days=days)
+
+
+@dataclass(frozen=True)
+class StageDescription:
+    """Layers first .. last - 1. share: of the FLOPs of training. memory: bytes of a GPU of the stage."""
+
+    first: int
+    last: int
+    share: float
+    parameters: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,8 @@ class Description:
     checkpointing: str
     memory: Memory
     memory_total: int
+    stages: list[StageDescription]
+    """The stages of a pipeline; empty without."""
     host_state: int
     """Bytes of host memory for a rank's optimizer state."""
     gpu_memory: float | None
@@ -187,6 +202,7 @@ def describe(
         checkpointing=config.train.activation_checkpointing.type,
         memory=memory,
         memory_total=memory.total,
+        stages=_stages(config, sizes, world_size),
         host_state=host_state_bytes(config, sizes, world_size),
         gpu_memory=gpu_memory,
         fits=plans_that_fit(config, sizes, world_size, ADVISED * gpu_memory) if gpu_memory and too_much else [],
@@ -199,6 +215,13 @@ def describe(
         tokens=tokens,
         speed=speed,
     )
+
+
+def _stages(config: Config, sizes: ParameterSizes, world_size: int) -> list[StageDescription]:
+    return [
+        StageDescription(stage.first, stage.last, stage.share, stage.sizes.total, memory.total)
+        for stage, memory in zip(sizes.stages, stage_memories(config, sizes, world_size), strict=True)
+    ]
 
 
 def _export(model: ModelConfig) -> tuple[str | None, list[str]]:

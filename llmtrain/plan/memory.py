@@ -23,6 +23,9 @@ fp32):
                  computes beside them (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share
                  layers (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
                  takes for a while, whatever the batch (workspace_bytes), of the layer that takes the most
+                 A stage of a pipeline (train.parallel.pipeline) holds its own layers, and the activations of as many microbatches
+                 as are under way in it: N of the first of N stages, 1 of the last; and what it received of each. The estimate is
+                 of the stage that takes the most
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights, if they are trained
 
@@ -33,6 +36,8 @@ that its sections name (kept_products) and those of the operators that its backe
 the kind `kernels` the latter alone. Where sharding or checkpointing is
 `auto`, the estimate is that of full sharding and of no checkpointing; automatic.py resolves them by it.
 """
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
@@ -77,6 +82,13 @@ class ParameterSizes:
     """Of the frozen, those in 4 bits (adapt.base: nf4), of which every rank has all."""
     frozen_head: bool = False
     """The weights of the logits are not trained, be they the head's or the embedding's."""
+    stages: tuple[StageSizes, ...] = ()
+    """The stages of a pipeline, where there are any; the rest is of the whole model."""
+
+    @property
+    def largest_stage(self) -> ParameterSizes:
+        """Parameters of the stage that has the most; of the whole model without stages."""
+        return max((stage.sizes for stage in self.stages), key=lambda sizes: sizes.total, default=self)
 
     @property
     def trained(self) -> int:
@@ -86,6 +98,16 @@ class ParameterSizes:
     def reduced(self) -> int:
         """Parameters whose gradients are reduced at once."""
         return self.largest_trained or max(self.root - self.head, self.head, self.largest_layer)
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Layers first .. last - 1 of a model. share: of the FLOPs of its training."""
+
+    first: int
+    last: int
+    share: float
+    sizes: ParameterSizes
 
 
 @dataclass(frozen=True)
@@ -105,9 +127,44 @@ class Memory:
 
 
 def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> Memory:
-    """Memory of one of `world_size` GPUs, by the formulas above. Raises UserError for a world size below 1."""
+    """Memory of one of `world_size` GPUs, of the stage that takes the most, by the formulas above. Raises UserError for a world
+    size below 1."""
     if world_size < 1:
         raise UserError(f"the world size is at least 1, not {world_size}")
+    if sizes.stages:
+        return max(stage_memories(config, sizes, world_size), key=lambda memory: memory.total)
+    return _of_layers(config, sizes, world_size, _Layers(0, len(config.model.layer_list())))
+
+
+def stage_memories(config: Config, sizes: ParameterSizes, world_size: int) -> list[Memory]:
+    """Memory of a GPU of each stage."""
+    train, count = config.train, len(sizes.stages)
+    groups = max(world_size // train.parallel.ranks, 1)
+    microbatches = max(train.global_batch_size // (groups * train.least_microbatch), 1)
+    return [
+        _of_layers(
+            config,
+            stage.sizes,
+            world_size,
+            _Layers(stage.first, stage.last, min(count - number, microbatches), number > 0, number == count - 1),
+        )
+        for number, stage in enumerate(sizes.stages)
+    ]
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Layers first .. last - 1, of which so many microbatches' activations are there at once. receives: their input is another
+    stage's output. ends: the head comes behind them."""
+
+    first: int
+    last: int
+    microbatches: int = 1
+    receives: bool = False
+    ends: bool = True
+
+
+def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _Layers) -> Memory:
     train = config.train
     shards = max(shard_ranks(config, world_size) // train.parallel.tensor, 1)
     width = 2 if train.precision == "amp_bf16" else 4
@@ -123,8 +180,8 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gradients = max(sizes.trained - sizes.elsewhere, 0) if once_a_step else -(-sizes.trained // shards)
     of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
-    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside)
-    loss = _loss(config, width, head_gradient=not sizes.frozen_head)
+    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside, layers)
+    loss = _loss(config, width, head_gradient=not sizes.frozen_head) if layers.ends else 0
     optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
     if config.optimizer.offload:  # in the place of activations, which a step has not
         largest = max(OFFLOADED_AT_ONCE, sizes.root // shards)
@@ -146,13 +203,13 @@ def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:
 
 
 def shard_ranks(config: Config, world_size: int) -> int:
-    """Ranks that hold one copy of the model between them."""
-    sharding = config.train.sharding
+    """Ranks that hold one copy of the model, or of a stage of it, between them."""
+    sharding, world_size = config.train.sharding, max(world_size // config.train.parallel.pipeline, 1)
     return min(world_size, sharding.shard_size or GPUS_PER_NODE) if sharding.strategy == "hybrid" else world_size
 
 
 def gathered_bytes(config: Config) -> float:
-    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its sequences."""
+    """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its sequences. Of an average stage."""
     model, context = config.model, config.train.parallel.context
     if context == 1:
         return 0.0
@@ -161,19 +218,26 @@ def gathered_bytes(config: Config) -> float:
     of_sequence = sum(
         model.blocks[name].gathered_bytes(model.d_model, width, config.data.seq_len, context) for name in used
     )
-    return config.train.least_microbatch * of_sequence
+    return config.train.least_microbatch * of_sequence / config.train.parallel.pipeline
 
 
 def exchanged_bytes(config: Config) -> float:
     """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its layers: each mixer and each MLP
-    gathers its inputs and hands on sums, as the embedding and the head do once."""
+    gathers its inputs and hands on sums, as the embedding and the head do once. Of an average stage."""
     model, parallel = config.model, config.train.parallel
     width = 2 if config.train.precision == "amp_bf16" else 4
     tokens = config.train.least_microbatch * config.data.seq_len / parallel.context
     used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
     d_model = model.d_model
     channels = sum(block.input_width(d_model) + d_model + (2 * d_model if block.mlp else 0) for block in used)
-    return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor
+    return (channels + 2 * d_model) * width * tokens * (parallel.tensor - 1) / parallel.tensor / parallel.pipeline
+
+
+def stage_bytes(config: Config) -> float:
+    """Bytes that a stage hands to the next of one microbatch: hidden states, and the embeddings where shared blocks read them."""
+    model, train = config.model, config.train
+    width, streams = 2 if train.precision == "amp_bf16" else 4, 1 + any(layer.shared for layer in model.layer_list())
+    return streams * width * model.d_model * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
 
 
 def routed_bytes(config: Config) -> float:
@@ -181,13 +245,13 @@ def routed_bytes(config: Config) -> float:
     balanced router, and as many outputs."""
     model, parallel = config.model, config.train.parallel
     width = 2 if config.train.precision == "amp_bf16" else 4
-    tokens = config.train.least_microbatch * config.data.seq_len / parallel.ranks
+    tokens = config.train.least_microbatch * config.data.seq_len / parallel.of_stage
     experts, layers = model.experts(), [layer.block for layer in model.layer_list()]
     channels = sum(experts[name].top_k * (experts[name].latent or model.d_model) for name in layers if name in experts)
-    return 2 * channels * width * tokens * (parallel.expert - 1) / parallel.expert
+    return 2 * channels * width * tokens * (parallel.expert - 1) / parallel.expert / parallel.pipeline
 
 
-def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int) -> int:
+def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int, layers: _Layers) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
@@ -213,7 +277,8 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         return SavedBytes(everything, saved.results / tensor, saved.products / tensor)
 
     per_layer = []
-    for layer in model.layer_list():
+    here = model.layer_list()[layers.first : layers.last]
+    for layer in here:
         saved = saved_by(model.blocks[layer.block])
         per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
     kept = 0.0
@@ -228,12 +293,16 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
-    # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer.
-    outside = 3 + checkpointing.offload
+    # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer. Of a stage its
+    # input, and gradients of both ends.
+    outside = (not layers.receives) + 2 * layers.ends + checkpointing.offload
+    between = stage_bytes(config) / config.train.least_microbatch * (layers.microbatches + 1)
+    parts.append(max(parts) + between * ((not layers.ends) + layers.receives))
     batch = config.train.least_microbatch
-    used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
+    used = [model.blocks[name] for layer in here for name in (layer.block, layer.shared) if name]
     call = seq_len if context == 1 else seq_len // (2 * context)  # attention goes segment by segment
     workspace = max(block.workspace_bytes(model.d_model, width, call) for block in used)
+    kept *= layers.microbatches
     return round(batch * (local * (kept + recomputed + outside * residual / tensor) + max(parts))) + workspace
 
 
@@ -242,7 +311,7 @@ def host_state_bytes(config: Config, sizes: ParameterSizes, world_size: int) -> 
     if not config.optimizer.offload:
         return 0
     shards = max(shard_ranks(config, world_size) // config.train.parallel.tensor, 1)
-    return -(-optimizer_bytes(config.optimizer, sizes) // shards)
+    return -(-optimizer_bytes(config.optimizer, sizes.largest_stage) // shards)
 
 
 def host_bytes(config: Config) -> int:

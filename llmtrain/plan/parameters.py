@@ -3,7 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import nn
@@ -19,7 +19,8 @@ from llmtrain.models.mixers.attention import Attention
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
-from llmtrain.plan.memory import ParameterSizes
+from llmtrain.plan.memory import ParameterSizes, StageSizes
+from llmtrain.plan.stages import stage_bounds, stage_costs
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -175,11 +176,24 @@ def _left_out(anywhere: str, shape: str, found: Sequence[tuple[str, str | None]]
 def parameter_sizes(config: Config) -> ParameterSizes:
     """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py). Of a model that ranks divide
     (train.parallel.tensor), those of one rank."""
-    model, float8 = meta_model(config.model), config.train.float8
-    if (tensor := config.train.parallel.tensor) > 1:
-        model.split(TensorRanks(0, tensor))
+    model, parallel, seq_len = meta_model(config.model), config.train.parallel, config.data.seq_len
+    bounds = stage_bounds(model, seq_len, parallel.pipeline)
+    costs = stage_costs(model, seq_len)
+    if parallel.tensor > 1:
+        model.split(TensorRanks(0, parallel.tensor))
     model = adapted(model, config.adapt)
-    infos = parameter_info(model)
+    whole = _sizes(model, config)
+    if len(bounds) == 1:
+        return whole
+    stages = [
+        StageSizes(first, last, sum(costs[first:last]) / sum(costs), _sizes(model.stage(first, last), config))
+        for first, last in bounds
+    ]
+    return replace(whole, stages=tuple(stages))
+
+
+def _sizes(model: HybridLM, config: Config) -> ParameterSizes:
+    float8, infos = config.train.float8, parameter_info(model)
 
     def count(parameters: Iterable[nn.Parameter], **wanted: bool) -> int:
         return sum(p.numel() for p in parameters if all(getattr(infos[p], name) == is_ for name, is_ in wanted.items()))
@@ -214,7 +228,7 @@ def parameter_sizes(config: Config) -> ParameterSizes:
         frozen=frozen,
         largest_trained=largest_trained if frozen else 0,
         narrow=narrow,
-        frozen_head=not model.head_weight.requires_grad,
+        frozen_head=model.ends and not model.head_weight.requires_grad,
     )
 
 

@@ -1,7 +1,7 @@
 """`llmtrain describe` as tables for a terminal of 80 to 100 columns."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -59,6 +59,8 @@ def print_description(
         + (" scan: a recurrence, token by token, in both." if d.forward_full["scan"] else ""),
     )
     console.print(_memory(d, config))
+    if d.stages:
+        console.print(_stages(d))
     for line in d.resolved:
         _note(console, line)
     console.print(_decided(d))
@@ -80,13 +82,15 @@ def print_description(
 def print_scaling(points: Sequence[Scale], console: Console | None = None) -> None:
     """Prints predictions of `describe --nodes`."""
     console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
-    table = _table("Predicted", "GPUs", "sharding", "step", "exposed", "kept", "tokens/s", "memory")
+    bubbles = ["bubble"] if any(point.bubble for point in points) else []
+    table = _table("Predicted", "GPUs", "sharding", "step", "exposed", *bubbles, "kept", "tokens/s", "memory")
     for point in points:
         table.add_row(
             f"{point.gpus:,}",
             point.sharding,
             duration(point.step_seconds),
             duration(point.exposed) if point.exposed else "0",
+            *[share(point.bubble / point.step_seconds, 1) for _ in bubbles],
             share(point.kept),
             decimal(point.tokens_per_second, ""),
             binary(point.memory) if point.fits else f"[red]{binary(point.memory)}, too much[/]",
@@ -96,6 +100,45 @@ def print_scaling(points: Sequence[Scale], console: Console | None = None) -> No
         console,
         "Each GPU has the same work. Computed from the assumed MFU of one GPU and stated bandwidths (plan/scaling.py). "
         "Predictions for two and four GPUs of a node were 5 % too low to 5 % too high; nothing beyond one is measured.",
+    )
+
+
+def print_meshes(found: Mapping[int, Scale]) -> None:
+    """Prints predictions for one number of GPUs by the number of stages of a pipeline, where there are several."""
+    if len(found) < 2:
+        return
+    console = Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    table = _table("Stages", "train.parallel.pipeline", "sharding", "step", "exposed", "bubble", "tokens/s", "memory")
+    for stages, point in found.items():
+        size = binary(point.memory)
+        table.add_row(
+            str(stages),
+            point.sharding,
+            duration(point.step_seconds),
+            duration(point.exposed) if point.exposed else "0",
+            share(point.bubble / point.step_seconds, 1),
+            decimal(point.tokens_per_second, ""),
+            size if point.fits else f"[red]{size}, too much[/]",
+        )
+    console.print(table)
+    best = max(
+        (stages for stages in found if found[stages].fits), key=lambda n: found[n].tokens_per_second, default=None
+    )
+    if best is None:
+        text = "None of them fits."
+    elif best == 1:
+        text = "Stages do not pay here, by this prediction."
+    else:
+        gain = (
+            f" {share(found[best].tokens_per_second / found[1].tokens_per_second - 1)} more tokens/s"
+            if 1 in found
+            else ""
+        )
+        fits = "" if 1 not in found or found[1].fits else ", and without stages it does not fit"
+        text = f"Stages pay here, by this prediction: train.parallel.pipeline={best}{gain and ','}{gain}{fits}."
+    _note(
+        console,
+        f"{text} More microbatches (a larger batch, or a smaller train.microbatch_size) make the bubble smaller.",
     )
 
 
@@ -182,9 +225,10 @@ def _flops(d: Description) -> Table:
 
 def _memory(d: Description, config: Config) -> Table:
     train = config.train
-    shared = f" / {train.parallel.ranks}" if train.parallel.ranks > 1 else ""
+    shared = f" / {train.parallel.of_stage}" if train.parallel.of_stage > 1 else ""
     divided = "".join(f", {name} {n}" for name in ("tensor", "expert") if (n := getattr(train.parallel, name)) > 1)
-    table = _table(f"Memory per GPU, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
+    of_stage = " of the stage that takes the most" if d.stages else ""
+    table = _table(f"Memory per GPU{of_stage}, {_gpus(d)}", "", "", "of GPU" if d.gpu_memory else "")
     rows = {
         f"weights ({train.precision}, {d.sharding} sharding over {d.shard_ranks}{divided})": d.memory.weights,
         "gradients": d.memory.gradients,
@@ -204,6 +248,17 @@ def _memory(d: Description, config: Config) -> Table:
         table.add_row("host memory of a rank, for the optimizer's state", binary(d.host_state), "")
     if of_host := host_bytes(config):
         table.add_row("host memory of a rank, for inputs of recomputed layers", binary(of_host), "")
+    return table
+
+
+def _stages(d: Description) -> Table:
+    table = _table("Stages", "layers", "FLOPs", "parameters", "memory per GPU")
+    for stage in d.stages:
+        layers = f"{stage.first} to {stage.last - 1}" if stage.last - stage.first > 1 else str(stage.first)
+        size = binary(stage.memory)
+        too_much = d.gpu_memory is not None and stage.memory > d.gpu_memory
+        row = (share(stage.share, 1), f"{stage.parameters:,}", f"[red]{size}, too much[/]" if too_much else size)
+        table.add_row(layers, *row)
     return table
 
 

@@ -13,7 +13,9 @@ assumption, and nothing beyond one node has been measured.
 
 GPUs that share sequences or layers (train.parallel) share a microbatch's work evenly, and exchange what plan/memory.py counts,
 inside a node where all of them are, beside what FSDP2 moves of each one's part. That costs as if nothing of it were hidden: with
-train.parallel.async_tensor less. None of these predictions has been compared with a measurement.
+train.parallel.async_tensor less. Of N stages of a pipeline with n microbatches each waits (N - 1) / n of the time of its work for
+others, and all for the one that has the most FLOPs; a stage hands activations on, and gets their gradients, for every microbatch,
+over the network where stages are on nodes of their own. None of these predictions has been compared with a measurement.
 
 WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
 launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
@@ -38,6 +40,7 @@ from llmtrain.plan.memory import (
     gathered_bytes,
     routed_bytes,
     shard_ranks,
+    stage_bytes,
 )
 from llmtrain.schema.config import Config
 
@@ -69,13 +72,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Scale:
-    """A run on so many GPUs with the same work for each. exposed: seconds of a step that communication adds. kept: tokens/s of a
-    GPU, as a share of one GPU's alone. memory: bytes per GPU by the estimate; fits: they are no more than it has."""
+    """A run on so many GPUs with the same work for each. exposed: seconds of a step that communication adds. bubble: seconds of a
+    step in which a GPU of a pipeline waits for other stages. kept: tokens/s of a GPU, as a share of one GPU's alone. memory: bytes
+    per GPU by the estimate; fits: they are no more than it has."""
 
     gpus: int
     sharding: str
     step_seconds: float
     exposed: float
+    bubble: float
     kept: float
     tokens_per_second: float
     memory: int
@@ -112,6 +117,12 @@ def curve(
     return [_scale(config, sizes, rate, place, memory, gpus, per_group) for gpus in sorted(counts)]
 
 
+def predicted(config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, gpus: int) -> Scale:
+    """The prediction for so many GPUs alone, as curve's."""
+    per_group = config.grad_accum(gpus) * config.train.least_microbatch
+    return _scale(config, sizes, rate, place, memory, gpus, per_group)
+
+
 def _scale(
     config: Config, sizes: ParameterSizes, rate: float, place: Cluster, memory: float, gpus: int, per_group: int
 ) -> Scale:
@@ -122,15 +133,17 @@ def _scale(
     ).config
     compute = tokens / rate
     local, network = exchanged_seconds(config, sizes, place, gpus)
-    exposed = local + max(network - compute, 0.0)
+    exposed = local + max(network - compute, 0.0) + handed_on_seconds(config, place, gpus)
+    bubble = bubble_share(config, sizes, gpus) * compute
     graphs = gpus == 1 or (gpus <= place.per_node and takes_graphs(config, sizes.total, gpus, one_node=True))
-    step = compute * (1 if graphs else 1 + WITHOUT_GRAPHS) + exposed
+    step = compute * (1 if graphs else 1 + WITHOUT_GRAPHS) + bubble + exposed
     needed = estimate_memory(config, sizes, gpus).total
     return Scale(
         gpus=gpus,
         sharding=config.train.sharding.strategy,
         step_seconds=step,
         exposed=exposed,
+        bubble=bubble,
         kept=compute / step,
         tokens_per_second=gpus * tokens / step,
         memory=needed,
@@ -138,9 +151,28 @@ def _scale(
     )
 
 
+def bubble_share(config: Config, sizes: ParameterSizes, gpus: int) -> float:
+    """Time in which an average stage waits for others, as a share of that of its work."""
+    if not sizes.stages:
+        return 0.0
+    stages, microbatches = len(sizes.stages), config.grad_accum(gpus)
+    slowest = max(stage.share for stage in sizes.stages) * stages
+    return slowest * (microbatches + stages - 1) / microbatches - 1
+
+
+def handed_on_seconds(config: Config, place: Cluster, gpus: int) -> float:
+    """Seconds of a step in which a stage sends or receives activations and their gradients."""
+    stages = config.train.parallel.pipeline
+    if stages == 1:
+        return 0.0
+    inside = gpus <= place.per_node
+    rate = LOCAL_SHARE * place.node_link if inside else NETWORK_SHARE * place.link
+    return 2 * config.grad_accum(gpus) * stage_bytes(config) / rate
+
+
 def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpus: int) -> tuple[float, float]:
     """Seconds of a step in which a GPU's links inside its node are busy, and its network port. config: without `auto`."""
-    train = config.train
+    train, sizes = config.train, sizes.largest_stage
     microbatches = config.grad_accum(gpus)
     once = train.sharding.sync_every_microbatch is False
     total = sizes.total - sizes.elsewhere
@@ -150,7 +182,7 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     summed = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gathers = 1 if once or train.sharding.strategy == "grad_op" else 2 * microbatches
     sums = 1 if once else microbatches
-    holders = shard_ranks(config, gpus)
+    holders, of_stage = shard_ranks(config, gpus), gpus // train.parallel.pipeline
     group = holders // train.parallel.tensor
     moved = weights * gathers + summed * total * sums
     inside = max(min(group, place.per_node // train.parallel.tensor), 1)
@@ -158,10 +190,10 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     network = NETWORK_SHARE * place.link
     spanned = -(-group // inside)
     seconds = moved * (spanned - 1) / spanned / (inside * network)
-    if (replicas := gpus // holders) > 1:
+    if (replicas := of_stage // holders) > 1:
         seconds += 2 * summed * sums * sizes.total / group * (replicas - 1) / replicas / network
     shared = _shared_bytes(config) * microbatches
-    if train.parallel.unit <= place.per_node:
+    if train.parallel.unit // train.parallel.pipeline <= place.per_node:
         return local + shared / (LOCAL_SHARE * place.node_link), seconds
     return local, seconds + shared / network
 

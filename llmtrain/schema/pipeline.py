@@ -8,7 +8,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.objectives.sections import ObjectiveSection
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.optimizers import OptimizerConfig
-from llmtrain.schema.training import EvalConfig, TrainConfig
+from llmtrain.schema.training import TrainConfig
 
 KEY = "train.parallel.pipeline"
 
@@ -26,8 +26,6 @@ class _Config(Protocol):
     def train(self) -> TrainConfig: ...
     @property
     def optimizer(self) -> OptimizerConfig: ...
-    @property
-    def eval(self) -> EvalConfig: ...
 
 
 def pipeline_problems(config: _Config) -> Iterator[Problem]:
@@ -56,30 +54,21 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
             yield Problem(f"model.blocks.{name}.mlp.balance.tokens", "step", text)
     refused = {
         "adapt": (config.adapt is not None, "adapters are of whole models; leave it out"),
-        "train.float8": (train.float8 is not None, "scales are computed over whole models; use null"),
         "train.microbatch_size": (
             train.microbatch_size == "auto",
             "is tried on whole models, and the size decides how much of a pipeline is idle; use a number",
+        ),
+        "train.compare_ranks": (
+            train.compare_ranks is not None,
+            "repeats the forward pass of whole models; use null",
         ),
         "train.cuda_graphs": (
             train.cuda_graphs == "on",
             "there can be none, as stages exchange tensors within a microbatch; use auto or off",
         ),
         "optimizer.type": (
-            config.optimizer.type == "muon",
-            "gathers the matrices of whole models; use adamw",
-        ),
-        "eval.icl": (
-            config.eval.icl is not None,
-            "reads with whole models; use null, and llmtrain eval on the checkpoints",
-        ),
-        "eval.samples": (
-            config.eval.samples is not None,
-            "writes with whole models; use null, and llmtrain generate on the checkpoints",
-        ),
-        "eval.prompt": (
-            config.eval.prompt is not None,
-            "is continued by whole models; use null, and llmtrain generate",
+            config.optimizer.type == "muon" and any(block.shared_copies for block in config.model.blocks.values()),
+            "would round the matrices of a shared block otherwise on each stage that holds it; use adamw",
         ),
     }
     for path, (is_set, text) in refused.items():

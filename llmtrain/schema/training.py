@@ -219,6 +219,9 @@ class TrainConfig(Section):
     environment: Environment = free(Environment())
     preflight: Literal["on", "off"] = free("off")
     """on: before a run of several nodes, examine them as `llmtrain doctor --cluster` does, and end where something is wrong."""
+    compare_ranks: PositiveInt | None = free(None)
+    """Before every so many steps, compare the forward pass of the same sequences on all ranks, bit by bit, and end the run where
+    one differs: a GPU that errs without a report. It takes two forward passes of a microbatch. null: never."""
     sharding: Sharding = free(Sharding())
     parallel: Parallel = free(Parallel())
     deterministic: bool = free(False)
@@ -410,8 +413,9 @@ class LoggingConfig(Section):
     interval: PositiveInt = free(1)
     """Steps between two lines of metrics. Steps that were skipped or looked into have a line too."""
     step_times: PositiveInt | None = free(None)
-    """Look into one step in so many on rank 0, as train.profile does, for metrics of it: shares of its time in which the GPU
-    computes, waits for other ranks, for data, or for the host. Such a step takes some seconds longer. null: none."""
+    """Look into one step in so many, as train.profile does, for metrics of it: shares of rank 0's time in which the GPU computes,
+    waits for other ranks, for data, or for the host; and the rank that computes longest. Such a step takes some seconds longer.
+    null: none."""
     tensorboard: bool = free(True)
     """Also write TensorBoard's files, to RUN/tensorboard."""
     wandb: WandbConfig | None = free(None)

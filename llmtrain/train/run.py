@@ -33,6 +33,7 @@ from llmtrain.train.callbacks.throughput import Throughput
 from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
 from llmtrain.train.extend import extension_notice
+from llmtrain.train.faults.corruption import CompareRanks
 from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
@@ -113,9 +114,10 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     samples_config = config.eval.samples
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     stability = Stability(config.train, training.spikes, shared_gradients(model), rewind and rewind.ask)
+    step, compare = training.step(checkpoints.preemption.group), config.train.compare_ranks
     with start_phase("trainer of Composer"), without_state(training.optimizer):
         trainer = StepTrainer(
-            training.step(checkpoints.preemption.group),
+            step,
             model=ComposerHybridLM(model, objective, validation.streams, segments),
             run_name=config.name,
             seed=config.seed,
@@ -131,13 +133,14 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 StartReport(folder, world.is_main),
                 Watchdog(folder, world),
                 StepRNG(config.seed),
+                *([CompareRanks(step, world, compare)] if compare else []),
                 LearningRate(schedule, training.peaks),
                 *layer_parts(model, stability),
                 stability,
                 *([training.average] if training.average is not None else []),
                 Throughput(training.cost),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
-                *([StepTimes(step_times)] if step_times and world.is_main else []),
+                *([StepTimes(step_times)] if step_times else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
                 *samples_callbacks(
                     samples_config,

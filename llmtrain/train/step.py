@@ -4,6 +4,7 @@ batch -> this rank's part -> microbatches -> losses, each weighted by its share 
 or CUDA graphs add up and reduce. Clipping, the decision to take the step, and the optimizer come after it (trainer.py).
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,27 @@ class GradientSync:
             head.set_reshard_after_backward(last)
 
 
+class Arrivals:
+    """Order of the ranks at the beginning of a step, where all exchange numbers in host memory: who waits least there came last.
+    Clocks need not agree. group: of all ranks. last, lag: the rank that came last to the step before, and the seconds for which
+    the first waited longer than it."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.last, self.lag = group, 0, 0.0
+        self._waited = 0
+
+    def summed(self, *numbers: int) -> list[int]:
+        """Numbers added up over the ranks."""
+        waits = [0] * dist.get_world_size(self.group)
+        waits[dist.get_rank(self.group)] = self._waited
+        began = time.perf_counter_ns()
+        found = summed(self.group, *numbers, *waits)
+        self._waited = time.perf_counter_ns() - began
+        waits = found[len(numbers) :]
+        self.last, self.lag = waits.index(min(waits)), (max(waits) - min(waits)) / 1e9
+        return found[: len(numbers)]
+
+
 class Step:
     """The passes of this rank's part of each batch, in microbatches of `size` samples.
 
@@ -91,12 +113,13 @@ class Step:
     ):
         self.model, self.objective, self.size, self.sync, self.group = model, objective, size, sync, group
         self.segments, self.graphs, self.copies = segments, graphs, copies
+        self.arrivals = Arrivals(group)
 
     def forward_backward(self, batch: Batch, observe: Observer) -> StepResult:
         """Add the gradients of a batch, the same for all ranks of a context- or tensor-parallel group, to those of the parameters.
         Every rank calls it."""
         parts = microbatches(batch, self.size, self.objective, self.segments, self.model.hybrid.ranks)
-        labels, *further = summed(self.group, *map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
+        labels, *further = self.arrivals.summed(*map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
         mean = labels / dist.get_world_size()
         for part in parts:
             part["step_counts"] = (labels, *further)

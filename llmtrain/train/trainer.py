@@ -58,6 +58,9 @@ class StepTrainer(Trainer):
         self.first_train_batch_complete = True
         self.logger.log_metrics({"trainer/device_train_microbatch_size": self._step.size})
         self.logger.log_metrics(state.total_loss_dict)
+        if ranks > 1:
+            arrivals = self._step.arrivals
+            self.logger.log_metrics({"ranks/last": arrivals.last, "ranks/lag_seconds": arrivals.lag})
         if name := self._step.objective.count_name:
             self.logger.log_metrics({name: result.count})
 

@@ -58,6 +58,56 @@ def test_a_file_of_prompts_is_answered_in_order_whatever_the_batches(run, tmp_pa
     assert any(answer["completion"] for answer in answers)
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """Texts of the ids that the model reads, from here on."""
+    from llmtrain.generate import text
+
+    found, complete = [], text.complete
+
+    def spy(model, tokenizer, prompts, *options, **further):
+        found.extend(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts)
+        return complete(model, tokenizer, prompts, *options, **further)
+
+    monkeypatch.setattr(text, "complete", spy)
+    return found
+
+
+def chatml(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def test_a_chat_is_written_by_the_template_and_its_answer_printed_alone(run, tmp_path, asked, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Where?"}\n{"prompt": "When?"}\n')
+    options = ["--chat", "--chat-template", "chatml", "--max-new-tokens", 4, "--temperature", 0]
+    printed = generate(capsys, run, *options, "--prompt", "Where?", "--system", "Be brief.")
+    answers = [
+        json.loads(line) for line in generate(capsys, run, *options, "--file", tmp_path / "p.jsonl").splitlines()
+    ]
+    start = "<|im_start|>assistant\n"
+    alone = [chatml("user", one) + start for one in ("Where?", "When?")]
+    assert asked == [chatml("system", "Be brief.") + alone[0], *alone]
+    assert "Where?" not in printed and [one["prompt"] for one in answers] == ["Where?", "When?"]
+
+
+def test_what_is_typed_goes_on_with_the_conversation(run, asked, monkeypatch, capsys):
+    monkeypatch.setattr("llmtrain.commands.generate._typed", lambda: iter(["One?", "Two?"]))
+    generate(capsys, run, "--chat", "--chat-template", "chatml", "--max-new-tokens", 3, "--temperature", 0)
+    first, second = asked
+    begun = chatml("user", "One?") + "<|im_start|>assistant\n"
+    assert (
+        first == begun
+        and second.startswith(begun)
+        and second.endswith(chatml("user", "Two?") + "<|im_start|>assistant\n")
+    )
+    assert len(second) > len(begun + chatml("", "") + chatml("user", "Two?"))
+
+
+def test_a_chat_without_a_template_is_refused(run, capsys):
+    assert main(["generate", str(run), "--chat", "--prompt", "x"]) == 2
+    assert "chat_template: the tokenizer has none" in capsys.readouterr().err
+
+
 def test_a_pipe_is_one_prompt(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the quick\nbrown"))
     assert generate(capsys, run, "--max-new-tokens", 4).startswith("the quick\nbrown")
@@ -100,6 +150,8 @@ def test_a_name_that_is_nothing_is_refused(capsys, monkeypatch):
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--max-new-tokens", "99999999999"], "--max-new-tokens and --batch-size are at most 1,048,576"),
         (["--stop", ""], "--stop"),
+        (["--system", "Be brief."], "--system goes with --chat"),
+        (["--chat-template", "chatml"], "--chat-template goes with --chat"),
     ],
 )
 def test_impossible_options_are_refused_before_anything_is_loaded(option, named, capsys):

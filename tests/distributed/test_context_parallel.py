@@ -24,6 +24,7 @@ LATENT = {
 MAMBA = {"type": "mamba2", "d_state": 4, "head_dim": 4, "chunk_size": 8}
 DELTA = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 4, "value_head_dim": 6, "negative_eigenvalues": True}
 KDA = {"type": "kimi_delta", "n_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
+CCA = {"type": "compressed_attention", "n_heads": 8, "n_kv_heads": 4, "head_dim": 4, "qkv_bias": True}
 SHARED = {"type": "shared_attention", "n_heads": 4, "adapter_rank": 2, "position": {"type": "rotary"}, "mlp": MLP}
 MODELS = {
     "mpt": {"blocks": {"a": ATTENTION | {"position": {"type": "alibi"}}}, "layers": "a*2"},
@@ -52,6 +53,13 @@ MODELS = {
     "gated deltanet": {"blocks": {"g": DELTA}, "layers": "g*2"},
     "gated deltanet, shared keys": {"blocks": {"g": DELTA | {"n_key_heads": 2, "d_conv": 3}}, "layers": "g*2"},
     "kimi delta attention": {"blocks": {"k": KDA, "b": KDA | {"lower_bound": -5.0, "d_conv": 3}}, "layers": "k b"},
+    "compressed attention": {
+        "blocks": {
+            "c": CCA | {"position": {"type": "rotary"}, "d_conv": 3},
+            "w": CCA | {"sliding_window": 5, "d_conv": 1, "d_head_conv": 1},
+        },
+        "layers": "c w",
+    },
     "gated deltanet hybrid": {
         "blocks": {"g": DELTA | {"n_key_heads": 1}, "a": ATTENTION, "m": MAMBA},
         "layers": "g a g m",

@@ -54,10 +54,20 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
         pytest.param(2, {"train.microbatch_size": 4, "train.parallel.context": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"train.microbatch_size": 4, "train.parallel.tensor": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"train.microbatch_size": 4, "train.parallel.tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            {
+                "train.microbatch_size": 2,
+                "train.parallel.pipeline": 2,
+                "eval.prompt": "a",
+                "eval.samples": {"prompts": ["b"]},
+            },
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=[
         *("1 rank", "2 ranks", "2 ranks, grad_op", "compiled", "2 ranks that share sequences"),
-        *("2 ranks that share layers", "two groups of them"),
+        *("2 ranks that share layers", "two groups of them", "two pipelines"),
     ],
 )
 def test_losses_are_those_of_a_run_without(ranks, shards, tmp_path, place, size, changes):

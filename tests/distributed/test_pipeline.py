@@ -1,13 +1,16 @@
 """Ranks that hold stages of a model (train.parallel.pipeline) compute what one rank does."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.test_context_parallel import MODELS, SHORT, SLOW, assert_exact, assert_same_run
-from tests.support.runs import Run, train
+from tests.support.runs import Run, read_tensors, train
 from tests.support.shared_sequences import Case, random_case
-from tests.support.tiny import tiny_config
+from tests.support.tiny import BLOCKS, tiny_config
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 """Of the slow random cases: another gives others."""
@@ -63,3 +66,56 @@ def test_a_run_and_its_checkpoints_move_between_meshes(ranks, shards, tmp_path, 
         samples |= {step: ids[:: config.train.parallel.ranks] for step, ids in run.samples.items()}
     assert samples == whole.samples
     assert_same_run(run, whole)
+
+
+EXPERTS = {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 16, "z_loss": 1e-3, "router": {"choice_bias": True}}
+EXPERTS["router"] |= {"bias_rate": 1e-2}
+PARTS = {
+    "experts": {
+        "model.blocks": {"e": {"type": "attention", "n_heads": 2, "mlp": EXPERTS}, "m": BLOCKS["m"]},
+        "model.layers": "e m e",
+        "model.tie_embeddings": False,
+    },
+    "muon, averages and a guard": {
+        "model.blocks": {"a": {"type": "attention", "n_heads": 2, "mlp": {"type": "gelu", "d_ff": 48}}},
+        "model.layers": "a*3",
+        "model.positions": "learned",
+        "optimizer": {"type": "muon", "lr": 3e-3},
+        "train.ema": {},
+        "train.spike": {"window": 4},
+        "train.loss": {"type": "chunked", "chunk_tokens": 24, "z_loss": 1e-4},
+        "data.mask_documents": True,
+    },
+    "8-bit states in host memory": {"optimizer": {"type": "adamw_8bit", "lr": 3e-3, "offload": True}},
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind):
+    """Losses, what is logged of layers, and all tensors of the checkpoint, of three stages."""
+    found = []
+    for size in (1, 3):
+        parallel = {"train.parallel.pipeline": size, "train.global_batch_size": 6}
+        config = tiny_config(shards, tmp_path / str(size), EIGHT | PARTS[kind] | parallel)
+        run, folder = ranks(size).run(train, config)[0], Path(config.run_dir)
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        logged = [
+            {name: v for name, v in one.items() if name.startswith(("blocks", "loss", "train/"))} for one in metrics
+        ]
+        tensors = read_tensors(folder / "checkpoints" / "step-00000004")
+        found.append((run, [one for one in logged if one], tensors))
+    (whole, logged, tensors), (staged, logged_of_stages, tensors_of_stages) = found
+    assert_same_run(staged, whole)
+    assert len(logged) == len(logged_of_stages)
+    for one, other in zip(logged, logged_of_stages, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+    assert ("blocks.2.mlp/load_max" in logged[0]) == (kind == "experts")
+    assert tensors.keys() == tensors_of_stages.keys()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            assert (tensors_of_stages[name].int() - tensor.int()).abs().max() <= 1, name  # codes of 8 bits
+            continue
+        torch.testing.assert_close(
+            tensors_of_stages[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -11,10 +11,11 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
 from llmtrain.logs import run_log
+from llmtrain.models.slices import boxes, local_of, shards_of
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train import run
-from llmtrain.train.callbacks.stability import _bad_gradients
+from llmtrain.train.callbacks.stability import NonFiniteError, _not_finite
 from llmtrain.train.ranks import tensor_gradients
 from tests.support.ranks import RankFailed
 from tests.support.runs import observed_by
@@ -106,16 +107,68 @@ def test_stop_names_the_step_and_the_samples(ranks, config, size, bad_rank):
         assert rank.changed == {1: True, 2: True}
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    return parameter.grad
+
+
+def train_with_broken_expert(config: Config, what: str) -> str:
+    """A job: before the second step expert 3 of the second layer has a weight of infinity, or its gradient gets one. Returns the
+    error."""
+
+    class Break(LoggerDestination):
+        def batch_start(self, state: State, logger: Logger) -> None:
+            if what == "weight" and state.timestamp.batch.value == 1:
+                self.put(state, lambda parameter: parameter)
+
+        def after_backward(self, state: State, logger: Logger) -> None:
+            if what == "gradient" and state.timestamp.batch.value == 1:
+                self.put(state, gradient_of)
+
+        @torch.no_grad()
+        def put(self, state: State, of: Any) -> None:
+            hybrid: Any = state.model.model.hybrid  # type: ignore[union-attr]
+            parameter = hybrid.blocks[1].mlp.experts.w_out
+            tensor, slices = of(parameter), shards_of(hybrid.blocks[1].mlp.experts).get("w_out")
+            for box in boxes(tensor, slices):
+                if box.begin[0] <= 3 < box.begin[0] + box.sizes[0]:
+                    local_of(tensor)[box.at][3 - box.begin[0], 0, 0] = torch.inf
+
+    with observed_by(Break()), pytest.raises(NonFiniteError) as error:
+        run.train(config)
+    return str(error.value)
+
+
+EXPERT = {
+    "model.blocks": {
+        "a": {"type": "attention", "n_heads": 2, "mlp": {"type": "experts", "n_experts": 6, "top_k": 2, "d_ff": 8}}
+    },
+    "model.layers": "a*3",
+}
+
+
+@pytest.mark.parametrize(("size", "expert"), [(1, 1), (2, 1), (2, 2)])
+def test_an_expert_that_is_not_finite_is_named_with_its_layer(ranks, shards, tmp_path, size, expert):
+    config = tiny_config(shards, tmp_path / "run", EXPERT | {"train.parallel.expert": expert})
+    for error in ranks(size).run(train_with_broken_expert, config, "weight"):
+        assert (
+            "weights not finite: 1 of 23, the last of which is blocks.1.mlp.experts.w_out, of expert 3; gradients"
+            in error
+        )
+    for error in ranks(size).run(train_with_broken_expert, config, "gradient"):
+        assert "gradients not finite: 1 of 23, the last of which is blocks.1.mlp.experts.w_out, of expert 3." in error
+        assert "weights" not in error
+
+
 def test_the_layer_where_gradients_stop_being_finite_is_the_last_that_has_them():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert _bad_gradients(model) == "none"
+    assert _not_finite(model, gradient_of) == "none"
     for name in ("0.weight", "0.bias", "2.weight"):
         model.get_parameter(name).grad[0] = torch.nan  # type: ignore[index]
-    assert _bad_gradients(model) == "3 of 8, the last of which is 2.weight"
+    assert _not_finite(model, gradient_of) == "3 of 8, the last of which is 2.weight"
     norm = clip_shards_of(model)
-    assert torch.isnan(norm) and _bad_gradients(model) == "3 of 8, the last of which is 2.weight"
+    assert torch.isnan(norm) and _not_finite(model, gradient_of) == "3 of 8, the last of which is 2.weight"
 
 
 def clip_shards_of(model: torch.nn.Module) -> torch.Tensor:

@@ -87,8 +87,14 @@ NO_PART: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.2,
         "rescale_prenorm_residual": False,
     },
+    "kimi_linear": {"pretraining_tp": 2},
     "dots1": {"max_window_layers": 1},
     "gpt_oss": {"hidden_act": "gelu"},
+    "smollm3": {"no_rope_layer_interval": 7},
+    "seed_oss": {"pretraining_tp": 2},
+    "glm4_moe": {"num_mtp_layers": 3},
+    "deepseek_v2": {"pretraining_tp": 2, "norm_topk_prob": True},
+    "deepseek_v3": {"pretraining_tp": 2, "num_mtp_layers": 3},
     "bamba": {"z_loss_coefficient": 0.1},
     "granitemoehybrid": _ROUTER | {"intermediate_size": 44},
     "falcon_h1": {"mamba_expand": 5},
@@ -103,6 +109,8 @@ READ = {"vocab_size": 67, "max_position_embeddings": 96}
 REFUSED: dict[str, dict[str, Any]] = {
     "mpt": {"expansion_ratio": 2, "no_bias": False, "logit_scale": 0.5, "norm_type": "rmsnorm"},
     "olmoe": {"clip_qkv": 5.0},
+    "deepseek_v2": {"num_key_value_heads": 7},
+    "deepseek_v3": {"num_key_value_heads": 7, "rope_interleave": False},
     "gpt_oss": {"swiglu_alpha": 1.5, "swiglu_limit": 5.0},
     "gemma2": {"use_bidirectional_attention": True},
     "gemma3_text": {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
@@ -113,6 +121,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"hidden_act": "gelu"},
     "qwen3_next": {"hidden_act": "gelu"},
     "olmo_hybrid": {"hidden_act": "gelu"},
+    "kimi_linear": {"hidden_act": "gelu", "tie_word_embeddings": True},
     "nemotron_h": {
         "mamba_hidden_act": "gelu",
         "attention_bias": True,
@@ -152,7 +161,9 @@ def drawn(name: str) -> set[str]:
 
 def changed(config: Any, key: str, value: Any) -> dict[str, Any]:
     """config.json with another value of a field."""
-    return hf.published_config(config) | {key: value}
+    published = hf.published_config(config)
+    spelt = config.attribute_map.get(key, key)
+    return published | {spelt if spelt in published else key: value}
 
 
 def test_every_family_is_here():

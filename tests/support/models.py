@@ -17,6 +17,13 @@ GELU, SWIGLU = {"type": "gelu", "d_ff": 48}, {"type": "swiglu", "d_ff": 48}
 MAMBA = {"type": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 16}
 GDN = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 KDA = {"type": "kimi_delta", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "gate_rank": 7}
+CCA = {
+    "type": "compressed_attention",
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 6,
+    "mlp": {"type": "swiglu", "d_ff": 48},
+}
 SHARED = {"type": "shared_attention", "n_heads": 4, "mlp": {"type": "geglu", "d_ff": 48}, "adapter_rank": 4}
 ALIBI, ROTARY = {"type": "alibi"}, {"type": "rotary"}
 ATTENTION = {"type": "attention", "n_heads": 4, "mlp": SWIGLU}
@@ -114,6 +121,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "blocks": {"k": KDA | {"mlp": SWIGLU}, "b": KDA | {"lower_bound": -5.0, "d_conv": 2}, "a": ATTENTION},
         "layers": "k b a k",
     },
+    "compressed attention with and without a window, biases and delayed halves of one head": {
+        "blocks": {
+            "c": CCA | {"position": {"type": "rotary", "fraction": 0.67}, "d_conv": 3},
+            "w": CCA | {"n_kv_heads": 1, "qkv_bias": True, "sliding_window": 9, "d_head_conv": 3},
+        },
+        "layers": "c w c",
+    },
+    "mamba3 with groups and all channels turning": {
+        "blocks": {
+            "m": {"type": "mamba3", "d_state": 7, "head_dim": 8, "chunk_size": 8, "mlp": SWIGLU},
+            "r": {"type": "mamba3", "d_state": 8, "head_dim": 16, "n_groups": 2, "rope_fraction": 1.0},
+        },
+        "layers": "m r m",
+    },
     "zamba2 as the 2.7B": {
         "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
         "layers": "m s+m m (s+m)*2",
@@ -130,12 +151,13 @@ def build(
     backend: str = "auto",
     layers: str | None = None,
     documents: bool = False,
+    vocab_size: int = VOCAB,
 ) -> CausalLM:
     """One of MODELS, with weights large enough that it tells tokens apart, in eval mode.
 
     device: default: the platform's. backend: of its blocks, and of norms if one of theirs. layers: not its own.
     """
-    settings: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "d_model": 32, "max_seq_len": 300, **MODELS[name]}
     settings["blocks"] = {name: _with_backend(block, backend) for name, block in settings["blocks"].items()}
     if backend in get_args(NormBackend):
         settings["norm"] = settings.get("norm", {}) | {"backend": backend}

@@ -12,7 +12,12 @@ SCRIPT = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
 
 # The step is a task of its own, as under SLURM: signals to the job's script do not reach it.
 SRUN = """\
-shift
+nodes=()
+while [[ $1 == --* ]]; do
+    if [[ $1 == --nodelist=* ]]; then IFS=, read -ra nodes <<<"${1#*=}"; fi
+    shift
+done
+if [[ $1 == llmtrain ]]; then SLURM_STEP_NODELIST="${nodes[*]}" exec "$@"; fi
 setsid env SLURM_NODEID=1 "$@" &
 echo $! > step
 wait $!"""
@@ -25,6 +30,12 @@ echo "NODE_RANK=$NODE_RANK torchrun $*" >> calls
 [[ -n ${{RANKS_RUN:-}} ]] || exit "${{EXIT:-0}}"
 {sys.executable} rank.py &
 wait $! || exit 1"""
+# `doctor --cluster` fails for the nodes BAD, and `check` for numbers of ranks that are not DIVIDES.
+LLMTRAIN = """\
+echo "llmtrain $* ${SLURM_STEP_NODELIST:-}" >> calls
+if [[ $1 == check ]]; then [[ " ${DIVIDES:-} " == *" ${@: -1} "* ]]; exit; fi
+if [[ -n ${UNNAMED:-} ]]; then echo "preflight: a fault of no node"; exit 1; fi
+for node in ${BAD:-}; do if [[ " $SLURM_STEP_NODELIST " == *" $node "* ]]; then echo "--exclude=$node"; exit 1; fi; done"""
 RANK = """\
 import pathlib, signal, time
 heard = []
@@ -42,15 +53,20 @@ raise SystemExit(143)
 class Cluster:
     """`calls` is what was called, and what the ranks heard. With real_torchrun, `llmtrain train` runs on two ranks."""
 
-    def __init__(self, folder: Path, real_torchrun: bool = False):
+    def __init__(self, folder: Path, real_torchrun: bool = False, nodes: int = 2):
         self.folder = folder
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        nodes = ["localhost"] if real_torchrun else ["n1", "n2"]
-        scontrol = f'echo "scontrol $*" >> calls; [[ $1 != show ]] || printf "%s\\n" {" ".join(nodes)}'
+        names = ["localhost"] if real_torchrun else [f"n{node + 1}" for node in range(nodes)]
+        scontrol = f"""case "$*" in
+"show hostnames "*) printf "%s\\n" {" ".join(names)};;
+"show node "*) [[ " ${{DOWN:-}} " == *" $3 "* ]] && echo "NodeName=$3 State=DOWN*+DRAIN" || echo "NodeName=$3 State=MIXED";;
+*) echo "scontrol $*" >> calls;;
+esac"""
         stubs = {"scontrol": scontrol, "srun": SRUN, "scancel": SCANCEL, "torchrun": TORCHRUN}
         if real_torchrun:
             stubs["torchrun"] = f'exec {sys.executable} -m torch.distributed.run "$@"'
+        stubs["llmtrain"] = LLMTRAIN
         stubs["squeue"] = 'echo "${STATE:-RUNNING}"'
         (folder / "rank.py").write_text(RANK)
         for name, body in stubs.items():
@@ -61,7 +77,7 @@ class Cluster:
             "PATH": f"{bin_folder}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(folder),
             "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NUM_NODES": str(len(nodes)),
+            "SLURM_JOB_NUM_NODES": str(len(names)),
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_GPUS_ON_NODE": "2" if real_torchrun else "8",
         }

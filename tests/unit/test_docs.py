@@ -138,7 +138,16 @@ def test_the_committed_schemas_and_reference_are_the_generated_ones():
 
 def test_the_reference_has_every_type_of_block_and_explains_what_may_change_on_resume():
     pages = reference()
-    for kind in ("attention", "gated_deltanet", "kimi_delta", "mamba2", "parallel_mixers", "shared_attention"):
+    for kind in (
+        "attention",
+        "compressed_attention",
+        "gated_deltanet",
+        "kimi_delta",
+        "mamba2",
+        "mamba3",
+        "parallel_mixers",
+        "shared_attention",
+    ):
         assert f"## `model.blocks.NAME` with `type: {kind}`" in pages["blocks.md"]
     assert "| `d_conv` | an integer above 0 and at most 131072 | `4` | fixed | Kernel width" in pages["blocks.md"]
     assert re.search(r"^\| `chunk_size` \| .* \| may change \|", pages["blocks.md"], re.M)

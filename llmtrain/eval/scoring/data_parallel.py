@@ -141,7 +141,7 @@ def run_requests(
         left = iter(results)
         new: Responses = {}
         answers = ranks.all_gather({document: [next(left) for _ in groups[document]] for document in mine})
-        for part in answers[:: world.tensor]:
+        for part in answers[: world.readers * world.tensor : world.tensor]:
             assert not new.keys() & part.keys(), "a document was answered twice"
             new |= part
         assert new.keys() == set(chunk), "a document was not answered"

@@ -219,9 +219,7 @@ def limits_for(model: CausalLM, max_batch_tokens: int | None = None) -> Limits:
         one, two = (model.empty_cache(1, capacity).nbytes for capacity in (1, 2))
     device = model.device
     tokens, call_cost = (32_768, 2048) if device.type == "cuda" else (4096, 128)
-    most = cache_bytes(device)
-    if model.hybrid.ranks is not None:  # which read the same batches
-        most = -int(model.hybrid.ranks.largest(torch.tensor(-most, device=device)))
+    most = model.least(cache_bytes(device))
     return Limits(max_batch_tokens or tokens, call_cost, 2 * one - two, two - one, most)
 
 

@@ -64,7 +64,8 @@ def _choose(section: RouterSection, ranked: Tensor, top_k: int, choice_bias: Ten
     ranked = ranked if choice_bias is None else ranked + choice_bias
     if section.groups > 1:
         grouped = ranked.unflatten(-1, (section.groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(section.top_groups, dim=-1).indices
+        of_groups = grouped.topk(2 if section.group_score == "two_best" else 1, dim=-1).values.sum(-1)
+        best = of_groups.topk(section.top_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
         ranked = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)
     return ranked.topk(top_k, dim=-1).indices

@@ -36,6 +36,12 @@ class Decoder:
     gated: ClassVar[bool] = True
     """The MLP is a gated one."""
     partial_rotary: ClassVar[bool] = False
+    default_fraction: ClassVar[float] = 1.0
+    """The part that is rotated where config.json has no partial_rotary_factor."""
+    in_pairs: ClassVar[bool] = False
+    """Positions turn neighbouring channels of a head (row_orders.pairs_apart)."""
+    positions: ClassVar[tuple[str, ...]] = ("rotary",)
+    """Types of positions of layers."""
     experts: ClassVar[bool] = False
     """The class has layers of experts."""
     norm: ClassVar[dict[str, Any]] = {"type": "rmsnorm"}
@@ -142,7 +148,7 @@ class Decoder:
 
     def layer_blocks(self, config: ModelConfig) -> list[AttentionBlock]:
         """The block of each layer. Raises OtherLayersError for layers that the class does not have."""
-        return settings.attention_layers(config, self.architecture, self.experts)
+        return settings.attention_layers(config, self.architecture, self.experts, self.positions)
 
     def write_mixers(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         """Keys of the mixers. layers: the block of each."""
@@ -164,7 +170,9 @@ class Decoder:
 
     def write_position(self, block: AttentionBlock) -> dict[str, Any]:
         position = block.position
-        return settings.write_rotary(position, partial=self.partial_rotary) if position.type == "rotary" else {}
+        if position.type != "rotary":
+            return {}
+        return settings.write_rotary(position, partial=self.partial_rotary, default=self.default_fraction)
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         """Further keys of config.json. layers: the block of each."""
@@ -198,6 +206,8 @@ class Decoder:
 
     def mixer_weights(self, ours: str, theirs: str, block: AttentionBlock, config: ModelConfig) -> list[Weight]:
         """Weights of a mixer, or of several side by side. theirs: the prefix of the layer."""
+        rotary, head_dim = block.position, block.spec(config.d_model).head_dim
+        rotated = rotary.width(head_dim) if self.in_pairs and rotary.type == "rotary" else None
         return tensors.attention_mixer(
             ours,
             f"{theirs}.{self.mixer}",
@@ -206,6 +216,7 @@ class Decoder:
             qkv=self.qkv,
             out=self.out,
             by_head=self.qkv_by_head,
+            in_pairs=rotated,
         )
 
     def feed_forward_weights(self, ours: str, theirs: str, mlp: Any, d_model: int) -> list[Weight]:

@@ -122,6 +122,34 @@ class ExpertLayers(Decoder):
         return made
 
 
+class ExpertsBehindDense(ExpertLayers):
+    """Families whose first layers are dense, and whose experts have MLPs for every token beside them (DeepSeek's keys)."""
+
+    number = "n_routed_experts"
+    shared_width = "n_shared_experts"
+    aux_loss = None
+    shared = "mlp.shared_experts"
+
+    def is_sparse(self, config: Any, layer: int) -> bool:
+        return layer >= config.first_k_dense_replace
+
+    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
+        for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+            refusals.unless(bool(getattr(config, key)), key, getattr(config, key), "the class needs a number")
+        refusals.check()
+        return super().read_block(config, layer_type, refusals)
+
+    def read_shared_width(self, config: Any) -> int:
+        return config.n_shared_experts * config.moe_intermediate_size
+
+    def write_shared_width(self, mlp: ExpertsSection, shared: MLPSection) -> dict[str, Any]:
+        return {"n_shared_experts": max(shared.d_ff // mlp.d_ff, 1)}
+
+    def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
+        sparse = (i for i, block in enumerate(layers) if isinstance(block.mlp, ExpertsSection))
+        return {"first_k_dense_replace": next(sparse, len(layers))}
+
+
 BIASED_SIGMOID: dict[str, Any] = {"type": "sigmoid", "choice_bias": True, "bias_rate": 0.001}
 """DeepSeek-V3's router (arXiv:2412.19437), its balance by the bias alone."""
 SIGMOID_FIELDS = {

@@ -16,7 +16,6 @@ _LACKING = {
     "conv_L_cache": "short convolutions",
     "attention_chunk_size": "attention within chunks",
     "index_topk": "sparse attention",
-    "kv_lora_rank": "latent attention",
     "hidden_size_per_layer_input": "embeddings for each layer",
     "altup_num_inputs": "several residual streams",
     "vision_config": "images",
@@ -56,7 +55,7 @@ def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
     if not settings:
         return ", and no settings by which to say what it needs"
     missing = {name: _beyond(published, [name]) for name in sorted(read)}
-    nearest, beyond = min(missing.items(), key=lambda pair: len(pair[1]))
+    nearest, beyond = min(missing.items(), key=lambda pair: (len(pair[1]), len(_defaults(pair[0]))))
     if beyond:
         return f"; the nearest family, {nearest}, has no {_listed(published, beyond)}"
     return (

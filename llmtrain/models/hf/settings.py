@@ -174,11 +174,12 @@ def _read_yarn(rope: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     made |= {key: float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
     amplitude, above, below = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if amplitude is None and above and below:  # DeepSeek's spelling
-        amplitude = _magnitude(factor, above) / _magnitude(factor, below)
+        amplitude = magnitude(factor, above) / magnitude(factor, below)
     return made if amplitude is None else made | {"attention_factor": float(amplitude)}
 
 
-def _magnitude(factor: float, weight: float) -> float:
+def magnitude(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys for contexts `factor` times as long, by DeepSeek's weight of it."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -193,10 +194,10 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
     return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}
 
 
-def write_rotary(position: RotaryPosition, *, partial: bool = False) -> dict[str, Any]:
+def write_rotary(position: RotaryPosition, *, partial: bool = False, default: float = 1.0) -> dict[str, Any]:
     """Write both spellings: rope_parameters, and rope_theta with rope_scaling for transformers 4 and others.
 
-    Those would silently use the default theta without them. partial: as read_rotary's.
+    Those would silently use the default theta without them. partial: as read_rotary's; default: what the class then rotates.
     """
     match position.scaling:
         case None:
@@ -210,7 +211,7 @@ def write_rotary(position: RotaryPosition, *, partial: bool = False) -> dict[str
         case YarnScaling() as yarn:
             fields = yarn.model_dump(exclude={"type", "original_max_seq_len"}, exclude_none=True)
             scaling = {"rope_type": "yarn", **fields, "original_max_position_embeddings": yarn.original_max_seq_len}
-    fraction = {"partial_rotary_factor": position.fraction} if partial and position.fraction != 1 else {}
+    fraction = {"partial_rotary_factor": position.fraction} if partial and {position.fraction, default} != {1} else {}
     return {
         "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"}), **fraction},
         "rope_theta": position.theta,
@@ -316,14 +317,16 @@ def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, typ
     return [config.blocks[layer.block] for layer in config.layer_list()]
 
 
-def attention_layers(config: ModelConfig, architecture: str, experts: bool = False) -> list[AttentionBlock]:
-    """The block of each layer, all of them attention with rotary positions and an MLP, or experts where the class has some.
+def attention_layers(
+    config: ModelConfig, architecture: str, experts: bool = False, positions: Sequence[str] = ("rotary",)
+) -> list[AttentionBlock]:
+    """The block of each layer, all of them attention with positions of these types and an MLP, or experts where the class has some.
 
     Raises OtherLayersError for others.
     """
     found, refusals = layer_blocks(config, architecture, {"attention": AttentionBlock}, experts), Refusals()
     for key, block in used_blocks(config):
-        refuse_other_wiring(f"model.blocks.{key}", block, architecture, refusals)
+        refuse_other_wiring(f"model.blocks.{key}", block, architecture, refusals, positions)
     refusals.check(OtherLayersError)
     return found
 

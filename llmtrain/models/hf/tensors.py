@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, Mamba2Block, ModelConfig
+from llmtrain.models.config import AttentionBlock, GatedDeltaNetBlock, LatentAttentionBlock, Mamba2Block, ModelConfig
 from llmtrain.models.hf import row_orders
 from llmtrain.models.hf.family import Part, Weight
 from llmtrain.models.sections.experts import ExpertsSection
@@ -116,6 +116,28 @@ def experts(
     made.append(Weight(f"{ours}.experts.w_in", (n, *shape_in), parts(matrices_in, *shape_in)))
     made.append(Weight(f"{ours}.experts.w_out", (n, *shape_out), parts((matrix_out,), *shape_out)))
     return made
+
+
+def latent_attention_mixer(
+    ours: str, theirs: str, block: LatentAttentionBlock, config: ModelConfig, *, in_pairs: bool = False
+) -> list[Weight]:
+    """Weights of a latent attention mixer, with DeepSeek's names. in_pairs: positions turn neighbouring channels there
+    (row_orders.pairs_apart)."""
+    d, n, queries, norm_of_latents = config.d_model, block.n_heads, block.n_heads * block.head_dim, NormConfig()
+    of_q = row_orders.pairs_apart(n, block.head_dim, block.nope_dim) if in_pairs else ()
+    of_kv = row_orders.pairs_apart(1, block.latent_dim, block.kv_rank) if in_pairs else ()
+    if block.q_rank is None:
+        made = linear(f"{ours}.wq", {f"{theirs}.q_proj": queries}, d, orders={f"{theirs}.q_proj": of_q})
+    else:
+        made = linear(f"{ours}.wq_a", {f"{theirs}.q_a_proj": block.q_rank}, d, block.latent_bias)
+        made += norm(f"{ours}.q_norm", f"{theirs}.q_a_layernorm", block.q_rank, norm_of_latents)
+        q_b = f"{theirs}.q_b_proj"
+        made += linear(f"{ours}.wq_b", {q_b: queries}, block.q_rank, orders={q_b: of_q})
+    kv_a, made_of_latent = f"{theirs}.kv_a_proj_with_mqa", n * (block.nope_dim + block.value_dim)
+    made += linear(f"{ours}.wkv_a", {kv_a: block.latent_dim}, d, block.latent_bias, {kv_a: of_kv})
+    made += norm(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm", block.kv_rank, norm_of_latents)
+    made += linear(f"{ours}.wkv_b", {f"{theirs}.kv_b_proj": made_of_latent}, block.kv_rank)
+    return made + linear(f"{ours}.wo", {f"{theirs}.o_proj": d}, n * block.value_dim, block.out_bias)
 
 
 def mamba2_mixer(ours: str, theirs: str, block: Mamba2Block, config: ModelConfig) -> list[Weight]:

@@ -199,15 +199,7 @@ class Attention(Mixer):
     def forward(self, x: Tensor, context: AttentionContext, changes: Mapping[str, Change] = NO_CHANGES) -> Tensor:
         """changes: to the linear layers, by name, where this is one use of a shared mixer."""
         x = x if self.ranks is None else self.ranks.enter(x)
-        qkv = product(self.wqkv, x, changes.get("wqkv"))
-        if self.block.clip_qkv is not None:
-            qkv = qkv.clamp(-self.block.clip_qkv, self.block.clip_qkv)
-        q, *gate, k, v = qkv.split(self.widths, dim=-1)
-        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v, *gate = self.project(x, context, changes)
         if context.rotary is not None:
             # Attention to a cache or a prefix tree is never compiled, which would make one kernel of the reference's many.
             rotate = self.rotate if context.attend is None else self.rotate_uncompiled
@@ -226,6 +218,22 @@ class Attention(Mixer):
             out = self.kernel(q, k, v, context.kernel, *sinks)
         out = out.flatten(-2)
         return product(self.wo, out * gate[0].sigmoid() if gate else out, changes.get("wo"))
+
+    def project(
+        self, x: Tensor, context: AttentionContext, changes: Mapping[str, Change] = NO_CHANGES
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values by heads, before positions, [batch, T, heads, head_dim] each; then the output's gate, if any,
+        [batch, T, n_heads * head_dim]."""
+        qkv = product(self.wqkv, x, changes.get("wqkv"))
+        if self.block.clip_qkv is not None:
+            qkv = qkv.clamp(-self.block.clip_qkv, self.block.clip_qkv)
+        q, *gate, k, v = qkv.split(self.widths, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.block.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v, *gate
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))

@@ -30,9 +30,10 @@ class RouterSection(Section):
     bias_rate: NonNegativeFloat = 0.0
     """Change of these numbers after a step: up where the expert's load over all ranks was below the mean, down where above."""
     groups: Width = 1
-    """Groups of experts of equal size, of which a token's experts are in `top_groups` alone: those with the highest sums of their
-    two best scores."""
+    """Groups of experts of equal size, of which a token's experts are in `top_groups` alone: those with the highest scores."""
     top_groups: Width = 1
+    group_score: Literal["two_best", "best"] = "two_best"
+    """Score of a group: the sum of its two best experts' (DeepSeek-V3), or its best one's (DeepSeek-V2)."""
     jitter: Annotated[NonNegativeFloat, Field(lt=1)] = 0.0
     """In training, factors of the router's input are drawn between 1 - jitter and 1 + jitter (arXiv:2101.03961)."""
 
@@ -93,7 +94,7 @@ class ExpertsSection(FeedForwardSection):
             yield Problem("top_k", self.top_k, f"exceeds n_experts ({n}); use fewer")
         if n % router.groups:
             yield Problem("router.groups", router.groups, f"does not divide n_experts ({n})")
-        elif router.groups > 1 and n // router.groups < 2:
+        elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
             yield Problem("router.groups", router.groups, f"leaves one expert to a group of {n}; use fewer, or 1")
         elif self.top_k > n // router.groups * router.top_groups:
             room = n // router.groups * router.top_groups

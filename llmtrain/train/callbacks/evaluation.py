@@ -194,7 +194,7 @@ class Evaluation(Callback):
             shots=one.task_run.shots,
             title=one.task_run.title,
             convention=self.run.convention,
-            dtype=str(self.model.hybrid.embed.weight.dtype).removeprefix("torch."),
+            dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
             metrics=self.ranks.agreed(lambda: task.metrics(one.documents, one.requests, answers)),
             seconds=0.0,
             asked=len(one.documents),

@@ -9,12 +9,13 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch import nn
+from torch import Tensor, nn
 
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
-from llmtrain.models.init import clean_name
-from llmtrain.models.slices import local_of
+from llmtrain.models.parameters import parameter_info
+from llmtrain.models.slices import boxes, local_of
+from llmtrain.models.tensor_parallel import slices_of
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.faults.spike_window import SpikeWindow
 from llmtrain.train.ranks.tensor_gradients import SharedGradients, clip_shards
@@ -115,7 +116,9 @@ class Stability(Callback):
         everyone = self._samples(state, bad_loss)
         what = "the loss" if any(bad for _, bad, _ in everyone) else f"the gradient norm ({norm})"
         where = self._where(f"{what} is not finite", state, [entry for entry in everyone if entry[1]] or everyone)
-        return f"{where}; gradients not finite: {_bad_gradients(state.model)}"
+        weights = _not_finite(state.model, lambda parameter: parameter)
+        where += "" if weights == "none" else f"; weights not finite: {weights}"
+        return f"{where}; gradients not finite: {_not_finite(state.model, lambda parameter: parameter.grad)}"
 
     def _where(self, what: str, state: State, culprits: list[_Samples] | None = None) -> str:
         """culprits: whose samples to name; default: every rank's."""
@@ -129,20 +132,29 @@ class Stability(Callback):
 
 
 @torch.no_grad()
-def _bad_gradients(model: nn.Module) -> str:
-    """The parameters, of all ranks' shards, whose gradient is not finite. Backward passes go from the loss to the embedding: it
-    began in the last layer that has one. Every rank calls this."""
-    order = [clean_name(name).removeprefix("model.hybrid.") for name, _ in model.named_parameters()]
-    own = [
-        name
-        for name, parameter in zip(order, model.parameters(), strict=True)
-        if parameter.grad is not None and not torch.isfinite(local_of(parameter.grad)).all()
-    ]
-    bad = {name for names in dist.all_gather_object(own) for name in names}
-    found = [name for name in order if name in bad]
-    if not found:
-        return "none"
-    return "all" if len(found) == len(order) else f"{len(found)} of {len(order)}, the last of which is {found[-1]}"
+def _not_finite(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> str:
+    """The parameters, of all ranks' shards, of which something is not finite: of(parameter), the weight or its gradient. Backward
+    passes go from the loss to the embedding: it began in the last layer that has one, and there in experts whose matrices have it.
+    Every rank calls this."""
+    infos, slices = parameter_info(model), slices_of(model)
+    own: dict[str, set[int]] = {}
+    for parameter, info in infos.items():
+        tensor = of(parameter)
+        if tensor is None or torch.isfinite(local := local_of(tensor)).all():
+            continue
+        own[info.name] = set()
+        for box in boxes(tensor, slices.get(info.name)) if tensor.ndim == 3 and info.matrix_rows else ():
+            bad = (~torch.isfinite(local[box.at])).flatten(1).any(1).nonzero().flatten()
+            own[info.name] |= {box.begin[0] + place for place in bad.tolist()}
+    everyone = dist.all_gather_object(own)
+    order = dict.fromkeys([*(info.name for info in infos.values()), *(name for names in everyone for name in names)])
+    found = [name for name in order if any(name in names for names in everyone)]
+    if not found or len(found) == len(order):
+        return "all" if found else "none"
+    last = found[-1]
+    experts = sorted(set[int]().union(*(names.get(last, ()) for names in everyone)))
+    of_experts = f", of expert {_shorten(experts, 8)}" if experts else ""
+    return f"{len(found)} of {len(order)}, the last of which is {last.removeprefix('model.hybrid.')}{of_experts}"
 
 
 _Samples = tuple[int, bool, list[int]]

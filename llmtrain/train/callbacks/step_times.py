@@ -1,8 +1,11 @@
 """Metrics of what a step's time goes into, from a step now and then."""
 
+import statistics
+
 import torch
 from composer.core import State
 from composer.loggers import Logger
+from composer.utils import dist
 from torch.profiler import profile
 
 from llmtrain.train.callbacks.step_recorder import StepRecorder, breakdown
@@ -13,12 +16,14 @@ _FIRST = 5
 
 
 class StepTimes(StepRecorder):
-    """Records one step in `interval`, on the rank that has it (rank 0's metrics are logged), and logs shares of its time:
+    """Records one step in `interval` on every rank, and logs shares of rank 0's time:
 
     step/gpu_busy           kernels compute
     step/communication      ranks exchange something, and nothing is computed beside
     step/data_wait          nothing runs, and the host waits for a batch
     step/gaps               nothing runs, for another reason
+
+    and, of several ranks, step/slowest_rank, which computes longest, and step/lag_seconds, by which that is longer than the median.
     """
 
     def __init__(self, interval: int):
@@ -35,6 +40,11 @@ class StepTimes(StepRecorder):
 
     def finish(self, profiler: profile, state: State, logger: Logger) -> None:
         found = breakdown(profiler, 1)
+        working = dist.all_gather_object(found.working)
+        if len(working) > 1:
+            slowest = max(range(len(working)), key=working.__getitem__)
+            lag = working[slowest] - statistics.median_low(working)
+            logger.log_metrics({"step/slowest_rank": slowest, "step/lag_seconds": lag})
         logger.log_metrics(
             {
                 "step/gpu_busy": found.working / found.seconds,

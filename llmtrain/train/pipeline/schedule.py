@@ -135,6 +135,19 @@ class _Stage(PipelineStage):
             group=stages.group,
         )
 
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any) -> tuple[Any, ...]:
+        """Buffers for what is received of as many microbatches as are under way at a time, where torch makes some for all."""
+        most = min(self.num_stages - self.stage_index, num_microbatches)
+        found = super()._prepare_forward_infra(most, *args)
+        for number in range(most, num_microbatches):
+            self.args_recv_info[number] = self.args_recv_info[number % most]
+        return found
+
+    def _prepare_backward_infra(self, num_microbatches: int) -> None:
+        super()._prepare_backward_infra(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         assert self.chunks is not None
         self.sync.mark(bwd_chunk_id == self.chunks - 1)

@@ -70,6 +70,11 @@ class StagedLM(CausalLM):
             self._send(found)
         return self._shared(found)
 
+    def least(self, number: int) -> int:
+        found = torch.tensor(super().least(number), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self.stages.group)
+        return int(found)
+
     def _pass(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
         hidden = self.hybrid(inputs, context)
         return self.compute(hidden, output) if self.hybrid.ends else hidden

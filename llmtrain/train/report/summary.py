@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from composer.utils import dist
 
+from llmtrain.data.chat.template import own_template
 from llmtrain.data.loader.loaders import validated_tokens
 from llmtrain.data.partitions.baselines import XZ_BYTES, read_baselines, xz_bits_per_byte
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
 from llmtrain.distributed.processes import LAUNCHER
+from llmtrain.errors import UserError
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.sampling import Sampling
 from llmtrain.logs import run_log
@@ -111,6 +113,16 @@ def _complete(config: Config, outcome: Outcome) -> str | None:
     return config.eval.prompt + tokenizer.decode([step[0] for step in steps if step[0] is not None])
 
 
+def _chats(config: Config) -> bool:
+    """True for a model of answers whose tokenizer has a chat template."""
+    try:
+        return config.objective.trained_only and bool(
+            own_template(load_run_tokenizer(config.data.model_dump(mode="json")))
+        )
+    except UserError:
+        return False
+
+
 def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[str]) -> None:
     command = "uv run llmtrain" if "UV_RUN_RECURSION_DEPTH" in os.environ else "llmtrain"
     arguments = [file, *overrides]
@@ -126,7 +138,8 @@ def _tell_next(config: Config, outcome: Outcome, file: str, overrides: Sequence[
     run_log.info(f"  {command} describe{ranks} {quoted(arguments)}")
     run = shlex.quote(str(config.run_dir))
     tokenizer = "" if run_tokenizers(config.data.model_dump(mode="json")) else " --tokenizer TOKENIZER"
-    run_log.info(f"  {command} generate {run} --prompt {shlex.quote(prompt.strip())}{tokenizer}")
+    asks = " --chat" if _chats(config) else f" --prompt {shlex.quote(prompt.strip())}"
+    run_log.info(f"  {command} generate {run}{asks}{tokenizer}")
     try:
         architecture = family_for_model(config.model).architecture
     except UnsupportedModelError:

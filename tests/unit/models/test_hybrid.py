@@ -35,6 +35,15 @@ BLOCKS = {
         "value_head_dim": 6,
         "mlp": MLP,
     },
+    "cca": {
+        "type": "compressed_attention",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "position": {"type": "rotary"},
+        "qkv_bias": True,
+        "mlp": MLP,
+    },
+    "mamba3": {"type": "mamba3", "d_state": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8, "mlp": MLP},
     "kda": {
         "type": "kimi_delta",
         "n_heads": 4,

@@ -204,7 +204,7 @@ def test_ranks_that_share_layers_share_weights_activations_and_logits_but_keep_w
         estimate_memory(config("train.loss.type=plain", *more), sizes, 4)
         for more, sizes in (
             ((), SIZES),
-            (("train.parallel.tensor=4",), ParameterSizes(*(n // 4 for n in astuple(SIZES)))),
+            (("train.parallel.tensor=4",), ParameterSizes(*(n // 4 for n in astuple(SIZES) if n != ()))),
         )
     )
     input_bytes = 2 * 2048 * 16 * 2048

@@ -236,6 +236,7 @@ _ATTENTION: dict[str, list[Any]] = {
     "qkv_bias": [True, False],
     "out_bias": [True, False],
     "output_gate": [True, False],
+    "sinks": [True, False],
     "norm": _NORM,
 }
 # Section -> field -> other values. What is in NO_FUNCTION needs none.

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
 
 LACKING = {
-    "deepseek_v3": "latent attention (kv_lora_rank); of its settings no family here has",
+    "deepseek_v32": "sparse attention (index_topk)",
     "jamba": "Mamba-1 layers (mamba_dt_rank)",
     "mamba": "Mamba-1 layers (time_step_rank)",
     "rwkv": "RWKV layers (rescale_every)",
@@ -23,11 +23,11 @@ LACKING = {
     "persimmon": "no family here has qk_layernorm = true; there is",
     "diffllama": "no family here has lambda_std_dev = 0.1",
     "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
-    "glm4": '; its settings (attention_bias = true, head_dim = 128, hidden_act = "silu", hidden_size = 4096',
-    "ministral": "are dots1's too, but what its class computes with them is not known here; there is",
-    "ernie4_5": "are llama's too, but",
-    "seed_oss": "are llama's too, but what its class computes with them is not known here; there is",
-    "cohere": "; the nearest family, bamba, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
+    "cwm": "; the nearest family, mistral, has no pretraining_tp = 1; there is",
+    "ministral": " too, but what its class computes with them is not known here; there is",
+    "ernie4_5": " too, but what its class",
+    "jais2": "; the nearest family, helium, has no layer_norm_eps = 1e-05; there is",
+    "cohere": "; the nearest family, olmo2, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
     "xlstm": " more; there is",
 }
 
@@ -68,12 +68,12 @@ def test_every_causal_model_of_transformers_is_read_or_refused_in_one_line():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "deepseek_v3"}, ", which needs what is not here: latent attention"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": None}, ", which needs what is not here: latent attention"),
+        ({"model_type": "deepseek_v32"}, ", which needs what is not here: sparse attention"),
+        ({"model_type": "deepseek_v32", "n_routed_experts": None}, ", which needs what is not here: sparse attention"),
         ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "vocab_size": 9, "bos_token_id": 1},
-            "; its settings (hidden_size = 8, vocab_size = 9) are bamba's too, but what its class computes",
+            "; its settings (hidden_size = 8, vocab_size = 9) are olmo2's too, but what its class computes",
         ),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False},

@@ -1,0 +1,118 @@
+"""`llmtrain serve`: a model behind OpenAI's API."""
+
+import argparse
+import os
+from pathlib import Path
+
+from llmtrain.commands.arguments import EMA_HELP, require_at_least, require_at_most
+from llmtrain.config.regular_file import read_text
+from llmtrain.errors import UserError
+
+KEY_VARIABLE = "LLMTRAIN_SERVE_KEY"
+
+
+def add_serve(commands) -> None:
+    sub = commands.add_parser(
+        "serve",
+        help="answer requests of OpenAI's API with a trained model",
+        description="Serves /v1/completions and /v1/chat/completions, with streaming and log-probabilities, /v1/models, "
+        "/health and /metrics. Requests join and leave at any step. SIGTERM lets what is being answered end.",
+    )
+    sub.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run's folder (its newest checkpoint), a checkpoint, or a folder or hub name in Hugging Face format",
+    )
+    sub.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0 takes a free one")
+    sub.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="default 127.0.0.1, which other machines cannot reach"
+    )
+    sub.add_argument("--name", metavar="NAME", help="of the model in requests; default: its folder's")
+    sub.add_argument(
+        "--key-file", type=Path, metavar="FILE", help=f"holds the key that requests must send; or {KEY_VARIABLE} does"
+    )
+    sub.add_argument("--rows", type=int, default=16, metavar="N", help="requests answered at a time; default 16")
+    sub.add_argument(
+        "--max-len", type=int, metavar="N", help="tokens of prompt and answer; default: model.max_seq_len, at most 4096"
+    )
+    sub.add_argument("--piece", type=int, default=512, metavar="N", help="prompt tokens read in one pass; default 512")
+    sub.add_argument(
+        "--prefix-mib", type=float, default=0.0, metavar="X", help="memory for beginnings of prompts; default 0: none"
+    )
+    sub.add_argument(
+        "--deterministic", action="store_true", help="each request in passes of its own: the same bits in any company"
+    )
+    sub.add_argument("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request; default 4 MiB")
+    sub.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; default 256")
+    sub.add_argument("--wait-seconds", type=float, default=300.0, metavar="S", help="to the first token; default 300")
+    sub.add_argument("--drain-seconds", type=float, default=60.0, metavar="S", help="after SIGTERM; default 60")
+    sub.add_argument("--chat-template", metavar="FILE", help="a Jinja file, or chatml; default: the tokenizer's own")
+    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
+    sub.add_argument(
+        "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
+    )
+    sub.add_argument("--ema", action="store_true", help=EMA_HELP)
+    sub.add_argument("--adapter", metavar="ADAPTER", help="a folder of peft's, or a run of adapters, of this model")
+    sub.set_defaults(func=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    require_at_least(0, args, "port", "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds")
+    require_at_least(1, args, "rows", "max_len", "piece", "max_body")
+    require_at_most(65535, args, "port")
+    require_at_most(10**6, args, "rows", "prefix_mib", "wait_seconds", "drain_seconds")
+    key = _key(args.key_file)
+    import torch
+
+    from llmtrain.data.chat.template import ChatError, find_template
+    from llmtrain.data.tokenize.tokenizer import load_tokenizer
+    from llmtrain.generate.engine import Engine
+    from llmtrain.generate.load import load_model
+    from llmtrain.logs import log
+    from llmtrain.serve.app import Limits, Server
+    from llmtrain.serve.run import serve
+
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    model, tokenizer = load_model(
+        args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema, adapter=args.adapter
+    )
+    template, missing = None, ""
+    try:
+        template = find_template(tokenizer, args.chat_template)
+    except ChatError as error:
+        if args.chat_template:
+            raise
+        missing = f"the model has no chat template, which /v1/chat/completions needs ({error})"
+    engine = Engine(
+        model,
+        rows=args.rows,
+        max_len=args.max_len or min(model.config.max_seq_len, 4096),
+        piece=args.piece,
+        prefix_bytes=round(args.prefix_mib * 2**20),
+        deterministic=args.deterministic,
+    )
+    if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning(f"--host {args.host} without a key: whoever reaches this port uses the model (--key-file)")
+    name = args.name or Path(args.model.rstrip("/")).name or args.model
+    server = Server(
+        engine,
+        tokenizer,
+        name,
+        template=template,
+        no_template=missing,
+        key=key,
+        limits=Limits(args.max_body, args.max_waiting, args.wait_seconds),
+    )
+    return serve(server, args.host, args.port, args.drain_seconds)
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = read_text(file).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--key-file {file} cannot be read: {error}") from None
+    if not key or not key.isascii() or any(one.isspace() for one in key):
+        raise UserError(f"--key-file {file}: expected one key of ASCII characters without spaces")
+    return key

@@ -1,0 +1,225 @@
+"""`llmtrain serve` as a process: a run behind OpenAI's API, until SIGTERM."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llmtrain.cli import main
+from tests.support import checkpoints
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    return checkpoints.save(folder, checkpoints.mpt(64, 2, 270))
+
+
+@contextmanager
+def serving(model: Path, *options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its address."""
+    command = [sys.executable, "-m", "llmtrain", "serve", str(model), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    )
+    try:
+        assert process.stderr is not None
+        said = []
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said[-1] if said else "")):
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
+    """Exit status and the rest of standard error."""
+    _, rest = process.communicate(timeout=seconds)
+    return process.returncode, rest
+
+
+async def stream(client: aiohttp.ClientSession, body: dict[str, Any], begun: asyncio.Event | None = None) -> list[str]:
+    events = []
+    async with client.post("/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            events += [line.decode().strip().removeprefix("data: ")] if line.strip() else []
+            if begun is not None:
+                begun.set()
+    return events
+
+
+def test_answers_until_sigterm_and_lets_end_what_runs(model):
+    async def use(address: str, process: subprocess.Popen[str]) -> list[str]:
+        async with aiohttp.ClientSession(address) as client:
+            begun = asyncio.Event()
+            body = {"prompt": "the quick", "max_tokens": 300, "ignore_eos": True, "logprobs": 0}
+            answer = asyncio.create_task(stream(client, body, begun))
+            await begun.wait()
+            process.send_signal(signal.SIGTERM)
+            return await answer
+
+    with serving(model, "--max-len", "400") as (process, address):
+        events = asyncio.run(use(address, process))
+        status, rest = ended(process)
+    assert events[-1] == "[DONE]" and status == 0
+    assert sum(len(json.loads(one)["choices"][0]["logprobs"]["tokens"]) for one in events[:-1]) == 300
+    assert "SIGTERM: ending; 1 bodies are being answered" in rest and "Traceback" not in rest
+
+
+def test_rejects_what_it_cannot_serve(model, tmp_path, capsys):
+    taken = socket.create_server(("127.0.0.1", 0))
+    (tmp_path / "key").write_text("two words\n")
+    (tmp_path / "empty").mkdir()
+    port = str(taken.getsockname()[1])
+    cases = [
+        ([str(model), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        ([str(model), "--port", "65536"], "--port 65536: expected at most 65535"),
+        ([str(model), "--rows", "0"], "--rows 0: expected at least 1"),
+        ([str(model), "--host", "nowhere.invalid"], "cannot listen on nowhere.invalid:8000"),
+        ([str(model), "--key-file", str(tmp_path / "key")], "expected one key of ASCII characters without spaces"),
+        ([str(model), "--key-file", str(tmp_path / "none")], "cannot be read"),
+        ([str(model), "--chat-template", str(tmp_path / "none.jinja")], "chat_template"),
+        ([str(tmp_path / "empty")], str(tmp_path / "empty")),
+    ]
+    for arguments, message in cases:
+        assert main(["serve", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    taken.close()
+
+
+def memory(process: subprocess.Popen[str]) -> int:
+    """Resident KiB."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0])
+
+
+MALFORMED = [
+    b"{",
+    b"[1]",
+    b"\xff",
+    b"{}",
+    b'{"prompt": 1}',
+    b'{"prompt": "a", "tmp": 1}',
+    b'{"prompt": "a", "n": 1000}',
+]
+
+
+async def soak(address: str, process: subprocess.Popen[str], requests: int) -> tuple[list[int], dict[str, float]]:
+    """Send requests, of which some are malformed and some clients vanish. Returns memory after each tenth, and the metrics."""
+    rng, sizes = random.Random(0), []
+
+    async def one(client: aiohttp.ClientSession, number: int) -> None:
+        kind = number % 5
+        body = {"prompt": "the fox " * rng.randint(1, 30), "max_tokens": rng.randint(1, 30), "stream": number % 2 == 0}
+        if kind == 0:
+            async with client.post("/v1/completions", data=rng.choice(MALFORMED)) as response:
+                assert response.status == 400 and (await response.json())["error"]["message"]
+        elif kind == 1:
+            try:
+                async with asyncio.timeout(rng.random() * 0.04):
+                    await stream(client, body | {"max_tokens": 200, "ignore_eos": True})
+            except TimeoutError:
+                pass
+        else:
+            async with client.post("/v1/completions", json=body) as response:
+                assert response.status == 200 and await response.read()
+
+    async def metrics(client: aiohttp.ClientSession) -> dict[str, float]:
+        async with client.get("/metrics") as response:
+            lines = [line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#"]
+        return {name.removeprefix("llmtrain_"): float(value) for name, value in lines}
+
+    found: dict[str, float] = {}
+    for tenth in range(10):
+        # Connections of their own: a client that vanishes closes its connection.
+        async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(force_close=True)) as client:
+            first = tenth * requests // 10
+            for begin in range(first, first + requests // 10, 20):
+                await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
+            for _ in range(500):
+                found = await metrics(client)
+                if found["requests_running"] == found["requests_waiting"] == 0:
+                    break
+                await asyncio.sleep(0.02)
+        assert found["requests_running"] == found["requests_waiting"] == 0, "a slot was lost"
+        sizes.append(memory(process))
+    return sizes, found
+
+
+@pytest.mark.ci
+def test_1000_requests_of_clients_that_vanish_and_err_lose_no_slot_and_no_memory(model):
+    with serving(model, "--max-len", "512", "--rows", "8", "--prefix-mib", "1") as (process, address):
+        sizes, found = asyncio.run(soak(address, process, 1000))
+        process.send_signal(signal.SIGTERM)
+        status, rest = ended(process)
+    assert status == 0 and "Traceback" not in rest and "rror" not in rest, rest
+    assert found["refused_total"] == 200 and found['requests_total{end="error"}'] == 0
+    assert found['requests_total{end="cancelled"}'] > 50
+    assert sizes[-1] - sizes[2] < 20_000, sizes
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", range(4))
+def test_sigterm_at_any_time_ends_without_a_traceback(model, number):
+    rng = random.Random(number)
+
+    async def one(client: aiohttp.ClientSession) -> int:
+        body = {"prompt": "the fox", "max_tokens": 100, "ignore_eos": True, "stream": rng.random() < 0.5}
+        try:
+            async with client.post("/v1/completions", json=body) as response:
+                text = await response.text()
+                assert response.status != 200 or '"finish_reason": "length"' in text, "an answer was cut off"
+                return response.status
+        except aiohttp.ClientConnectionError:  # it came when the server had ended
+            return 0
+
+    async def use(address: str, process: subprocess.Popen[str]) -> list[int]:
+        async with aiohttp.ClientSession(address) as client:
+            answers = [asyncio.create_task(one(client)) for _ in range(12)]
+            await asyncio.sleep(rng.random() * 0.4)
+            process.send_signal(signal.SIGTERM)
+            answers += [asyncio.create_task(one(client)) for _ in range(3)]
+            return list(await asyncio.gather(*answers))
+
+    with serving(model, "--rows", "4") as (process, address):
+        statuses = asyncio.run(use(address, process))
+        status, rest = ended(process)
+    assert status == 0 and "Traceback" not in rest and "exception" not in rest.lower(), rest
+    assert set(statuses) <= {0, 200, 503}
+
+
+@pytest.mark.ci
+def test_a_second_signal_ends_what_runs(model):
+    async def use(address: str, process: subprocess.Popen[str]) -> list[str]:
+        async with aiohttp.ClientSession(address) as client:
+            begun = asyncio.Event()
+            body = {"prompt": "the", "max_tokens": 8000, "ignore_eos": True, "logprobs": 0}
+            answer = asyncio.create_task(stream(client, body, begun))
+            await begun.wait()
+            process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            return await answer
+
+    with serving(model, "--max-len", "9000") as (process, address):
+        began = time.monotonic()
+        events = asyncio.run(use(address, process))
+        status, rest = ended(process)
+    assert status == 130 and "Traceback" not in rest and time.monotonic() - began < 20
+    assert "the engine failed or was ended" in events[-1]

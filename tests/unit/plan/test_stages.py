@@ -1,0 +1,112 @@
+"""Stages of a pipeline: where their borders lie, what each holds, and how long they wait for each other."""
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmtrain.adapt.base import meta_model
+from llmtrain.flops.peaks import device_by_short_name
+from llmtrain.plan.describe import describe
+from llmtrain.plan.memory import estimate_memory, stage_bytes, stage_memories
+from llmtrain.plan.parameters import parameter_sizes
+from llmtrain.plan.scaling import bubble_share, cluster, predicted
+from llmtrain.plan.stages import divided, stage_bounds
+from llmtrain.schema.config import Config
+from llmtrain.schema.load import load_config
+
+YAMLS = Path(__file__).parents[3] / "yamls" / "pretrain"
+H200 = device_by_short_name("h200")
+
+
+def config(name: str, stages: int, *overrides: str) -> Config:
+    return load_config(
+        YAMLS / f"{name}.yaml", [f"train.parallel.pipeline={stages}", "train.microbatch_size=1", *overrides]
+    )
+
+
+def test_the_largest_of_all_stages_is_as_small_as_it_can_be():
+    rng = random.Random(0)
+    for _ in range(200):
+        costs = [rng.randint(0, 9) for _ in range(rng.randint(1, 8))]
+        parts = rng.randint(1, len(costs))
+        bounds = divided(costs, parts)
+        assert [end for _, end in bounds[:-1]] == [first for first, _ in bounds[1:]]
+        assert bounds[0][0] == 0 and bounds[-1][1] == len(costs) and all(first < last for first, last in bounds)
+        ways = ((0, *cut, len(costs)) for cut in itertools.combinations(range(1, len(costs)), parts - 1))
+        best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
+        assert max(sum(costs[first:last]) for first, last in bounds) == best
+
+
+def test_a_large_head_takes_layers_from_the_last_stage():
+    sizes = parameter_sizes(config("llama3-8b", 4))
+    layers = [stage.last - stage.first for stage in sizes.stages]
+    assert sum(layers) == 32 and layers[-1] < min(layers[:-1])
+    assert sum(stage.share for stage in sizes.stages) == pytest.approx(1)
+    assert max(stage.share for stage in sizes.stages) < 0.28
+
+
+@pytest.mark.parametrize("name", ["zamba2-2.7b", "mpt-7b", "llama3-8b"])
+def test_stages_hold_the_whole_model_and_shared_blocks_several_times(name: str):
+    of = config(name, 2)
+    sizes, model = parameter_sizes(of), meta_model(of.model)
+    held: list[set[str]] = []
+    for first, last in stage_bounds(model, of.data.seq_len, 2):
+        held.append({name for name, _ in meta_model(of.model).stage(first, last).named_parameters()})
+    twice = sum(p.numel() for name, p in model.named_parameters() if all(name in names for names in held))
+    assert sum(stage.sizes.total for stage in sizes.stages) == sizes.total + twice
+    assert sizes.largest_stage.total == max(stage.sizes.total for stage in sizes.stages)
+    assert bool(twice) == (name != "llama3-8b")  # tied heads, and Zamba2's shared blocks
+
+
+def test_memory_is_that_of_the_stage_that_takes_the_most():
+    """Of the first of four stages four microbatches are under way, of the last one; only that has logits."""
+    of = config("llama3-8b", 4, "train.sharding.strategy=full", "train.global_batch_size=64")
+    memories = stage_memories(of, parameter_sizes(of), 8)
+    assert estimate_memory(of, parameter_sizes(of), 8) == max(memories, key=lambda memory: memory.total)
+    assert [memory.loss > 0 for memory in memories] == [False, False, False, True]
+    kept = [memory.activations for memory in memories]
+    layers = [stage.last - stage.first for stage in parameter_sizes(of).stages]
+    of_layer = [one / n / count for one, n, count in zip(kept, layers, (4, 3, 2, 1), strict=True)]
+    assert of_layer == pytest.approx([of_layer[0]] * 4, rel=0.1)
+    whole = config("llama3-8b", 1, "train.sharding.strategy=full", "train.global_batch_size=64")
+    one = estimate_memory(whole, parameter_sizes(whole), 8)
+    # Four times the microbatches of a fourth of the layers.
+    assert kept[0] == pytest.approx(one.activations, rel=0.1)
+    found = describe(of, 8, H200)
+    assert [stage.memory for stage in found.stages] == [memory.total for memory in memories]
+    assert found.stages[0].first == 0 and found.stages[-1].last == 32 and found.shard_ranks == 2
+    assert describe(whole, 8, H200).stages == []
+
+
+def test_what_a_stage_hands_on_is_hidden_states_and_embeddings_of_shared_blocks():
+    assert stage_bytes(config("mpt-7b", 2)) == 2 * 4096 * 2048
+    of = config("zamba2-2.7b", 2)
+    assert stage_bytes(of) == 2 * 2 * of.model.d_model * of.data.seq_len
+
+
+def test_a_bubble_shrinks_with_the_microbatches():
+    of = config("llama3-8b", 4, "train.global_batch_size=64")
+    sizes = parameter_sizes(of)
+    sizes = replace(sizes, stages=tuple(replace(stage, share=0.25) for stage in sizes.stages))
+    assert bubble_share(of, sizes, 4) == pytest.approx(3 / 64)
+    assert bubble_share(of, sizes, 32) == pytest.approx(3 / 8)
+    assert bubble_share(config("llama3-8b", 1), parameter_sizes(config("llama3-8b", 1)), 8) == 0
+
+
+def test_stages_pay_over_slow_links_alone():
+    """A model that takes several nodes: FSDP2 gathers it over the network for each microbatch, a stage within its node."""
+
+    def rates(link: str) -> list[float]:
+        batch = ("train.global_batch_size=512", "train.sharding.strategy=full")
+        found = []
+        for stages in (1, 8):
+            of = config("mpt-70b", stages, *batch)
+            found.append(predicted(of, parameter_sizes(of), 1200.0, cluster(H200, 8, link, None), 141e9, 64))
+        assert found[0].bubble == 0 < found[1].bubble
+        return [one.tokens_per_second for one in found]
+
+    slow, fast = rates("50"), rates("20000")
+    assert slow[1] > 2 * slow[0] and fast[1] < fast[0]
