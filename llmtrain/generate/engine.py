@@ -161,6 +161,12 @@ class Engine:
             request.cancelled = True
         self._drop_cancelled()
 
+    def weights_changed(self) -> None:
+        """Forget what was read with other weights. Nothing may be under way."""
+        assert not self.busy, "requests are under way"
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
     def active(self) -> list[_Active]:
         """Requests that are being read or answered."""
         return [*self.live, *([self._reading[0]] if self._reading else [])]

@@ -58,6 +58,11 @@ class PrefixCache:
             _, oldest = self._pieces.popitem(last=False)
             self.nbytes -= sum(tensor.nbytes for tensor in oldest)
 
+    def clear(self) -> None:
+        """Forget all prefixes, as after a change of the model's weights."""
+        self._pieces.clear()
+        self.nbytes = 0
+
     def _copy(self, cache: Cache, piece: list[Tensor], begin: int, states: bool) -> None:
         for (tensor, dim), kept in zip(cache.tensors(), piece, strict=True):
             if dim is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -9,12 +10,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support import runs
 from tests.support.nodes import Node, Nodes, why_not
+from tests.support.tiny import tiny_settings
 
-pytestmark = pytest.mark.ci
 NAMED = 60.0
 """Seconds after which a fault must have been named, and every process ended."""
+STEPS = 40
 _reason = cache(why_not)
 
 
@@ -46,6 +50,7 @@ def faults(started: list[Node]) -> list[str]:
     return [line for line in started[0].text.splitlines() if line.startswith(("preflight: ", "--exclude"))]
 
 
+@pytest.mark.ci
 def test_three_healthy_nodes_of_which_one_comes_late(nodes):
     three = nodes(3)
     started = [doctor(three, 0), doctor(three, 1)]
@@ -58,6 +63,7 @@ def test_three_healthy_nodes_of_which_one_comes_late(nodes):
     assert text.endswith("preflight: no fault\n")
 
 
+@pytest.mark.ci
 def test_a_node_behind_a_slow_cable_is_left_out(nodes):
     three = nodes(3)
     three.slow(1, "100mbit")
@@ -74,6 +80,7 @@ def _metadata(folder: Path) -> tuple[str, str]:
     return str(changed), str(place)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -105,6 +112,7 @@ def test_a_node_that_is_set_up_otherwise_is_named(nodes, kind, said):
     assert found[-1] == "--exclude=node1"
 
 
+@pytest.mark.ci
 def test_nodes_that_die_are_cut_off_never_come_or_look_elsewhere_are_named(nodes):
     """Four clusters at once: they only wait."""
     died, cut, absent, elsewhere = (nodes(count) for count in (2, 3, 4, 5))
@@ -138,3 +146,34 @@ def test_nodes_that_die_are_cut_off_never_come_or_look_elsewhere_are_named(nodes
         ],
     }
     assert "rank 0 at 10.231.0.1 stopped answering node1" in started[cut][1].text
+
+
+def checkpoint(run_dir: Path) -> dict:
+    return runs.read_tensors(run_dir / "checkpoints" / f"step-{STEPS:08}")
+
+
+@pytest.mark.slow
+def test_a_run_whose_node_is_killed_ends_at_once_and_goes_on_to_the_same_bits(nodes, shards):
+    two = nodes(2)
+
+    def train(name: str) -> list[Node]:
+        changes = {"train.duration": f"{STEPS} steps", "checkpoint.interval": "10 steps", "train.preflight": "on"}
+        file = two.folder / f"{name}.yaml"
+        file.write_text(json.dumps(tiny_settings(shards, two.folder / name, changes)))
+        return [two.start(node, "train", str(file)) for node in (0, 1)]
+
+    assert [one.wait(200) for one in train("whole")] == [0, 0]
+    survivor, victim = train("killed")
+    while not (two.folder / "killed" / "checkpoints" / "step-00000010").exists():
+        assert survivor.process.is_alive(), survivor.text
+        time.sleep(0.01)
+    victim.kill()
+    assert survivor.wait(10) not in (0, None)
+    assert re.search(r"rank 0 of 2 failed: .*10\.231\.0\.2", survivor.text), survivor.text
+    again = train("killed")
+    assert [one.wait(200) for one in again] == [0, 0], again[0].text
+    assert re.search(r"resumed from .* \(step [123]0 of 40\)", again[0].text)
+    whole, resumed = (checkpoint(two.folder / name) for name in ("whole", "killed"))
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]) if isinstance(value, torch.Tensor) else value == resumed[name], name

@@ -101,6 +101,49 @@ def dots1(rng: random.Random, i: int) -> Options:
     )
 
 
+def glm4_moe(rng: random.Random, i: int) -> Options:
+    keys = decoders.llama_keys(rng, attention_bias=rng.random() < 0.5, use_qk_norm=rng.random() < 0.5)
+    keys["rope_parameters"] |= {"partial_rotary_factor": rng.choice([0.5, 1.0])}
+    keys["hidden_size"] = keys["num_attention_heads"] * rng.choice([4, 8])
+    first = rng.randrange(keys["num_hidden_layers"])
+    return keys | grouped(rng, "n_routed_experts") | {
+        "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": first
+    }  # fmt: skip
+
+
+def kimi_linear(rng: random.Random, i: int) -> Options:
+    """Both kinds of layers at least once, and dense ones beside those with experts."""
+    kinds = [
+        "linear_attention",
+        "full_attention",
+        *rng.choices(["linear_attention", "full_attention"], k=rng.randint(0, 1)),
+    ]
+    heads = rng.choice([1, 2, 3])
+    return grouped(rng, "num_local_experts") | {
+        "hidden_size": rng.choice([16, 24]),
+        "intermediate_size": rng.choice([24, 40]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rng.choice([None, 6]),
+        "kv_lora_rank": rng.choice([4, 10]),
+        "qk_rope_head_dim": rng.choice([2, 4]),
+        "qk_nope_head_dim": rng.choice([4, 6]),
+        "v_head_dim": rng.choice([4, 10]),
+        "attention_bias": rng.random() < 0.5,
+        "linear_num_heads": rng.choice([1, 2, 3]),
+        "linear_head_dim": rng.choice([4, 6]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        "n_shared_experts": rng.choice([1, 2]),
+        "layer_types": rng.sample(kinds, len(kinds)),
+        "num_hidden_layers": len(kinds),
+        "mlp_layer_types": rng.sample(["dense", "sparse", "sparse"], 3)[: len(kinds)],
+        "rms_norm_eps": rng.choice([1e-5, 1e-3]),
+        "initializer_range": rng.choice([0.02, 0.05]),
+        "max_position_embeddings": 128,
+        "pad_token_id": None,
+    }
+
+
 def latent(rng: random.Random) -> Options:
     """DeepSeek's attention. Without a head_dim, which the classes derive."""
     keys = decoders.llama_keys(rng, attention_bias=rng.random() < 0.5, num_key_value_heads=None)
@@ -165,11 +208,13 @@ def gpt_oss(rng: random.Random, i: int) -> Options:
 PEERS = {
     "deepseek_v2": hf.Peer(deepseek_v2, transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": hf.Peer(deepseek_v3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe": hf.Peer(glm4_moe, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "gpt_oss": hf.Peer(gpt_oss, transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "mixtral": hf.Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmoe": hf.Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "qwen3_moe": hf.Peer(qwen3_moe, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "granitemoe": hf.Peer(granitemoe, transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "kimi_linear": hf.Peer(kimi_linear, transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM),
     "dots1": hf.Peer(dots1, transformers.Dots1Config, transformers.Dots1ForCausalLM),
     "qwen3_next": hf.Peer(qwen3_next, transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "granitemoehybrid": hf.Peer(
@@ -177,7 +222,8 @@ PEERS = {
     ),
     "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
-POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3")]
+UNPOOLED = ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear")
+POOLED = [name for name in PEERS if name not in UNPOOLED]
 """Classes with an auxiliary loss."""
 
 
@@ -244,6 +290,14 @@ def test_same_auxiliary_loss_and_its_gradients(name, number):
 
 REFUSED = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: the class clips behind the norms"),
+    (
+        "kimi_linear",
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings = true: the class has an output layer of its own",
+    ),
+    ("kimi_linear", {"num_key_value_heads": 7}, "num_key_value_heads = 7: as many as num_attention_heads"),
+    ("kimi_linear", {"num_shared_experts": 0}, "num_shared_experts = 0"),
+    ("kimi_linear", {"hidden_act": "gelu"}, "hidden_act = gelu: the convolution has silu"),
     ("dots1", {"n_shared_experts": None}, "n_shared_experts = null"),
     (
         "nemotron_h",

@@ -87,8 +87,12 @@ NO_PART: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.2,
         "rescale_prenorm_residual": False,
     },
+    "kimi_linear": {"pretraining_tp": 2},
     "dots1": {"max_window_layers": 1},
     "gpt_oss": {"hidden_act": "gelu"},
+    "smollm3": {"no_rope_layer_interval": 7},
+    "seed_oss": {"pretraining_tp": 2},
+    "glm4_moe": {"num_mtp_layers": 3},
     "deepseek_v2": {"pretraining_tp": 2, "norm_topk_prob": True},
     "deepseek_v3": {"pretraining_tp": 2, "num_mtp_layers": 3},
     "bamba": {"z_loss_coefficient": 0.1},
@@ -117,6 +121,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"hidden_act": "gelu"},
     "qwen3_next": {"hidden_act": "gelu"},
     "olmo_hybrid": {"hidden_act": "gelu"},
+    "kimi_linear": {"hidden_act": "gelu", "tie_word_embeddings": True},
     "nemotron_h": {
         "mamba_hidden_act": "gelu",
         "attention_bias": True,
@@ -156,7 +161,9 @@ def drawn(name: str) -> set[str]:
 
 def changed(config: Any, key: str, value: Any) -> dict[str, Any]:
     """config.json with another value of a field."""
-    return hf.published_config(config) | {key: value}
+    published = hf.published_config(config)
+    spelt = config.attribute_map.get(key, key)
+    return published | {spelt if spelt in published else key: value}
 
 
 def test_every_family_is_here():

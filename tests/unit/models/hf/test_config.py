@@ -317,9 +317,10 @@ def test_families():
     assert [family.model_type for family in families()] == [
         *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
         *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
-        *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid"),
+        *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
         *("deepseek_v2", "deepseek_v3"),
+        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe"),
     ]
 
 

@@ -1,0 +1,211 @@
+"""Rewards of answers, by name, computed in a process of their own: one that hangs, breaks or is fed hostile text costs its answer.
+
+with RewardProcess(Reward("regex", pattern=r"= (-?\\d+)"), seconds=5) as rewards:
+    found = rewards.score([("1 + 1 = 2", {"answer": "2"})])       # [1.0]; NaN, counted in rewards.failures, where there is none
+"""
+
+import importlib
+import json
+import math
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from llmtrain.errors import UserError
+
+Record = Mapping[str, Any]
+Function = Callable[[str, Record], float]
+START_SECONDS = 60.0
+"""For the process to start and to import what the reward needs."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward by name. exact: 1 where the answer without white space around it is the record's `answer`. regex: 1 where the last
+    match's first group is (the whole match without groups). math: 1 where math-verify finds both equal. function: the float that
+    MODULE:FUNCTION returns for (answer, record), which runs code of the user's: only with allow_code.
+
+    Raises UserError for settings that do not fit.
+    """
+
+    name: str
+    pattern: str | None = None
+    function: str | None = None
+    allow_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in _MAKERS:
+            raise UserError(f"reward {self.name!r}: expected one of {', '.join(_MAKERS)}")
+        for setting, of in (("pattern", "regex"), ("function", "function")):
+            if (getattr(self, setting) is None) == (self.name == of):
+                raise UserError(
+                    f"reward {self.name}: {setting} is " + ("missing" if self.name == of else f"of {of} alone")
+                )
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise UserError(f"reward regex: {self.pattern!r} is no regular expression: {error}") from None
+        if self.function is not None:
+            if not re.fullmatch(r"[\w.]+:\w+", self.function):
+                raise UserError(f"reward function: expected MODULE:FUNCTION, found {self.function!r}")
+            if not self.allow_code:
+                raise UserError(f"reward function {self.function} runs code of its own; allow it with allow_code: true")
+
+
+def _exact(reward: Reward) -> Function:
+    return lambda answer, record: float(answer.strip() == _expected(record))
+
+
+def _regex(reward: Reward) -> Function:
+    pattern = re.compile(reward.pattern or "")
+
+    def score(answer: str, record: Record) -> float:
+        found = [match[1] if match.re.groups else match[0] for match in pattern.finditer(answer)]
+        return float(bool(found) and (found[-1] or "").strip() == _expected(record))
+
+    return score
+
+
+def _math(reward: Reward) -> Function:
+    try:
+        found = importlib.import_module("math_verify")
+    except ImportError:
+        raise UserError("reward math needs math-verify: pip install 'math-verify[antlr4_13_2]>=0.9,<0.10'") from None
+    parse, verify = found.parse, found.verify
+
+    def score(answer: str, record: Record) -> float:
+        # No timeouts of its own, which are signals: this process has a limit of time.
+        gold = parse(_expected(record), parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"answer {_expected(record)[:40]!r} of the record is no mathematical expression")
+        return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+def _own(reward: Reward) -> Function:
+    module, _, name = str(reward.function).partition(":")
+    sys.path.insert(0, os.getcwd())
+    return getattr(importlib.import_module(module), name)
+
+
+_MAKERS: dict[str, Callable[[Reward], Function]] = {"exact": _exact, "regex": _regex, "math": _math, "function": _own}
+
+
+def _expected(record: Record) -> str:
+    return str(record["answer"]).strip()
+
+
+class RewardProcess:
+    """A process that computes a reward; `with` ends it. seconds: limit of one answer.
+
+    failures: numbers of answers without a reward, by reason. Raises UserError where the reward cannot be made at all.
+    """
+
+    def __init__(self, reward: Reward, seconds: float = 10.0):
+        self.reward, self.seconds = reward, seconds
+        self.failures: Counter[str] = Counter()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def __enter__(self) -> "RewardProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def score(self, answers: Sequence[tuple[str, Record]]) -> list[float]:
+        """Reward of each (answer, record): a finite float, or NaN."""
+        return [self._score(answer, record) for answer, record in answers]
+
+    def _score(self, answer: str, record: Record) -> float:
+        if self._process is None:
+            self._start()
+        found = self._ask({"answer": answer, "record": record}, self.seconds)
+        if found is None:
+            self._end()  # the next answer gets a new process
+            self.failures[f"took longer than {self.seconds:g} s, or ended its process"] += 1
+            return math.nan
+        if "error" in found:
+            self.failures[found["error"]] += 1
+            return math.nan
+        return found["reward"]
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "llmtrain.objectives.rewards"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._rest = b""
+        found = self._ask(asdict(self.reward), START_SECONDS)
+        if found is None or "error" in found:
+            self._end()
+            reason = f"does not start within {START_SECONDS:g} s" if found is None else found["error"]
+            raise UserError(f"reward {self.reward.name}: {reason}")
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, what: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+        """The process' answer, None if none comes."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        deadline = time.monotonic() + seconds
+        try:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                if not (more := os.read(self._process.stdout.fileno(), 1 << 16)):
+                    return None
+                self._rest += more
+        line, self._rest = self._rest.split(b"\n", 1)
+        return json.loads(line)
+
+
+def _main() -> None:
+    """Answer the lines of standard input until it ends: first the reward's settings, then answers with their records."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a function prints is no answer
+
+    def say(what: Mapping[str, Any], to: IO[str] = answers) -> None:
+        to.write(json.dumps(what) + "\n")
+        to.flush()
+
+    settings = Reward(**json.loads(sys.stdin.readline()))
+    try:
+        function = _MAKERS[settings.name](settings)
+        if not callable(function):
+            raise TypeError(f"{settings.function} is no function")
+    except Exception as error:
+        say({"error": _reason(error)})
+        return
+    say({})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            found = float(function(asked["answer"], asked["record"]))
+            say({"reward": found} if math.isfinite(found) else {"error": f"the reward is {found}"})
+        except Exception as error:
+            say({"error": _reason(error)})
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"[:200]
+
+
+if __name__ == "__main__":
+    _main()
