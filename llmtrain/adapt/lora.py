@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from llmtrain.adapt.adapters import WHOLE, Adapter, EmbeddingAdapter, Unit, adapted_class
 from llmtrain.adapt.base import Converter
+from llmtrain.adapt.expert_adapters import ExpertAdapter, adapted_experts
 from llmtrain.config.report import nearest
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.block import Block
+from llmtrain.models.feed_forward.experts import ExpertWeights
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.init import clean_name
 from llmtrain.models.layer_part import LayerPart
@@ -32,18 +34,38 @@ class Site:
     """
 
     name: str
-    layer: Linear | Embedding
+    layer: Linear | Embedding | ExpertWeights
     place: str
     use: nn.Module | None = None
     default: bool = True
     tied: bool = False
     """The layer's weights are those of another one too, which is not adapted."""
+    matrix: str = "weight"
+    """The parameter's name."""
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.get_parameter(self.matrix)
+
+    @property
+    def rows(self) -> int:
+        """Rows of an adapter's output: of a linear layer, in the whole one."""
+        if isinstance(self.layer, Linear):
+            return self.layer.out_features
+        return self.weight.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Numbers that an adapter reads: of the whole layer."""
+        if isinstance(self.layer, Linear):
+            return self.layer.in_features
+        return self.layer.n if isinstance(self.layer, Embedding) else self.weight.shape[2]
 
     def targets(self) -> dict[str, list[tuple[str, int, int]]]:
         """Adapters, each (name, first row, rows), by name of a target."""
-        if isinstance(self.layer, Embedding):
-            return {self.name: [(WHOLE, 0, self.layer.weight.shape[1])]}
-        whole = [(WHOLE, 0, self.layer.out_features)]
+        whole = [(WHOLE, 0, self.rows)]
+        if not isinstance(self.layer, Linear):
+            return {self.name: whole}
         parts, at = dict[str, tuple[str, int, int]](), 0
         for name, rows in zip(self.layer.names, self.layer.parts, strict=False):
             known = parts.get(name, (name, at, 0))
@@ -69,12 +91,20 @@ def sites(model: HybridLM) -> Iterator[Site]:
                 for path, layer in _linears(part):
                     full = f"blocks.{i}.{name}.{path}"
                     yield Site(full, layer, f"{full}.lora")
+                for path, layer in _experts(part):
+                    full = f"blocks.{i}.{name}.{path}"
+                    for matrix in ("w_in", "w_out"):
+                        yield Site(f"{full}.{matrix}", layer, f"{full}.lora.{matrix}", default=False, matrix=matrix)
     if model.head is not None:
         yield Site("head", model.head, "head.lora", default=False)
 
 
 def _linears(part: LayerPart) -> Iterator[tuple[str, Linear]]:
     return ((clean_name(name), one) for name, one in part.named_modules() if isinstance(one, Linear))
+
+
+def _experts(part: LayerPart) -> Iterator[tuple[str, ExpertWeights]]:
+    return ((clean_name(name), one) for name, one in part.named_modules() if isinstance(one, ExpertWeights))
 
 
 class Lora(Converter):
@@ -94,14 +124,21 @@ class Lora(Converter):
         self.several = {place for place, (site, _) in self.adapters.items() if uses[site.layer] > 1}
         model.requires_grad_(False)
         for site, units in self.adapters.values():
-            with site.layer.weight.device:
+            with site.weight.device:
                 if isinstance(site.layer, Embedding):
                     self._add(site, EmbeddingAdapter(site.layer, units[0]))
+                elif isinstance(site.layer, ExpertWeights):
+                    self._add(site, ExpertAdapter(site.layer, site.matrix, units[0]))
                 else:
                     self._add(site, Adapter(site.layer, units, self.config.dora, self.config.dropout))
 
     def _add(self, site: Site, adapter: nn.Module) -> None:
-        if site.use is None:
+        if isinstance(site.layer, ExpertWeights):
+            if not hasattr(site.layer, "lora"):
+                site.layer.__class__ = adapted_experts(type(site.layer))
+                site.layer.lora = nn.ModuleDict()
+            cast("nn.ModuleDict", site.layer.lora)[site.matrix] = adapter
+        elif site.use is None:
             site.layer.__class__ = adapted_class(type(site.layer))
             site.layer.lora = adapter
         else:
@@ -128,7 +165,7 @@ class Lora(Converter):
                 for name, first, rows in adapters:
                     full = target if name == WHOLE or target != site.name else f"{site.name}.{name}"
                     rank = config.rank_of(full)
-                    least = min(rows, site.layer.n if isinstance(site.layer, Embedding) else site.layer.in_features)
+                    least = min(rows, site.columns)
                     if rank <= least:
                         units[name] = Unit(
                             name, first, rows, rank, config.scale_of(full), _parts(site.layer, first, rows)
@@ -140,6 +177,10 @@ class Lora(Converter):
                         )
             if WHOLE in units and len(units) > 1:
                 problems.append(f"adapt.lora.targets: {site.name} and parts of it; name either")
+            for setting in ("dora", "dropout") if units and isinstance(site.layer, ExpertWeights) else ():
+                if getattr(config, setting):
+                    text = f"adapt.lora.{setting}: not of experts ({site.name}), whose adapters change matrices as a whole; use "
+                    problems.append(f"{text}{'false' if setting == 'dora' else 0}, or leave them out of targets")
             if units and config.dora and site.name in ("embed", "head"):
                 problems.append(f"adapt.lora.dora: not of {site.name}; use false, or leave it out of targets")
             if units:
@@ -165,7 +206,8 @@ class Lora(Converter):
         places = {name: self.place_of(name) for name in weights}
         found = {name: weight for name, weight in weights.items() if not places[name]}
         for place in dict.fromkeys(filter(None, places.values())):
-            (site, units), name = self.adapters[place], f"{self.layers[place]}.weight"
+            site, units = self.adapters[place]
+            name = f"{self.layers[place]}.{site.matrix}"
             if place in self.several:
                 raise UserError(
                     f"{self.layers[place]} is of a shared block, whose uses have adapters of their own; no weight computes what "
@@ -179,6 +221,11 @@ class Lora(Converter):
                     )
                 down, up = weights[f"{place}.down.weight"], weights[f"{place}.up.weight"]
                 found[name] = found[name] + units[0].scale * (down @ up.t())
+            elif isinstance(site.layer, ExpertWeights):
+                wide = torch.promote_types(found[name].dtype, torch.float32)
+                down, up = (weights[f"{place}.{part}"].to(wide) for part in ("down", "up"))
+                merged = torch.baddbmm(found[name].to(wide), up, down, alpha=units[0].scale)
+                found[name] = merged.to(found[name].dtype)
             else:
                 found[name] = self._merged(found[name], units, place, weights)
         return found
@@ -195,8 +242,8 @@ class Lora(Converter):
         return merged.to(weight.dtype)
 
 
-def _parts(layer: Linear | Embedding, first: int, rows: int) -> tuple[int, ...] | None:
-    if isinstance(layer, Embedding) or not layer.parts:
+def _parts(layer: Linear | Embedding | ExpertWeights, first: int, rows: int) -> tuple[int, ...] | None:
+    if not isinstance(layer, Linear) or not layer.parts:
         return None
     ends = list(itertools.accumulate(layer.parts))
     return tuple(n for n, end in zip(layer.parts, ends, strict=True) if first < end <= first + rows)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def write_peft(
         if not (covered := layer.covered(all_units)):
             continue
         place, key = layer.site.place, f"{PREFIX}{layer.module}"
+        if layer.is_experts:
+            units[layer.module] = all_units[0]
+            both = {one.module for one in layers if one.is_experts and lora.adapters.get(one.site.place)}
+            made |= _of_experts(layer.module, both, *(tensors[f"{place}.{name}"] for name in ("down", "up")))
+            continue
         if layer.is_embedding:
             units[layer.module] = all_units[0]
             made[f"{key}.lora_embedding_A"] = tensors[f"{place}.down.weight"].t()
@@ -59,11 +64,39 @@ def write_peft(
         made |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
         if lora.config.dora:
             made[f"{key}.lora_magnitude_vector"] = _magnitude(layer, covered, place, tensors)
+    if lost := [
+        site.name for site, _ in lora.adapters.values() if not any(one.site.place == site.place for one in layers)
+    ]:
+        raise UserError(
+            f"{family.architecture} has no parameter like {', '.join(lost[:3])}, so that peft has no adapter of it; export the "
+            "merged model (--merge)"
+        )
     save_file({name: tensor.contiguous() for name, tensor in made.items()}, folder / WEIGHTS, {"format": "pt"})
-    _write_json(folder / CONFIG, _config(lora.config, units, [layer.module for layer in layers], base))
+    parameters = {layer.module for layer in layers if layer.is_experts}
+    modules = [layer.module for layer in layers if not layer.is_experts]
+    _write_json(folder / CONFIG, _config(lora.config, units, modules, parameters, base))
     if base is not None:
         _write_json(folder / BASE, dict(base))
     return sum(tensor.nbytes for tensor in made.values())
+
+
+def parameter_keys(chosen: Collection[str]) -> dict[str, str]:
+    """Names of parameters, of which adapters are -> those of the modules that peft wraps around their module one after another, in
+    its order of parameters, which have the adapters: the first one's innermost."""
+    modules: dict[str, list[str]] = {}
+    for name in sorted(chosen, key=lambda name: name.endswith(".down_proj")):
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: module + ".base_layer" * (len(names) - 1 - depth)
+        for module, names in modules.items()
+        for depth, name in enumerate(names)
+    }
+
+
+def _of_experts(name: str, chosen: Collection[str], down: Tensor, up: Tensor) -> dict[str, Tensor]:
+    """peft's tensors: A [n * rank, columns] by expert, B [rows, rank * n] by place in the rank."""
+    key = f"{PREFIX}{parameter_keys(chosen)[name]}"
+    return {f"{key}.lora_A.weight": down.flatten(0, 1), f"{key}.lora_B.weight": up.permute(1, 2, 0).flatten(1)}
 
 
 def _magnitude(layer: PublishedLayer, covered: Sequence[Unit], place: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -81,9 +114,15 @@ def _magnitude(layer: PublishedLayer, covered: Sequence[Unit], place: str, tenso
 
 
 def _config(
-    config: LoraConfig, units: Mapping[str, Unit], modules: Sequence[str], base: Mapping[str, Any] | None
+    config: LoraConfig,
+    units: Mapping[str, Unit],
+    modules: Sequence[str],
+    parameters: Collection[str],
+    base: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """adapter_config.json. modules: of all layers that can have adapters."""
+    """adapter_config.json. modules, parameters: of all layers and of all experts' matrices that can have adapters."""
+    of_modules = {name: unit for name, unit in units.items() if name not in parameters}
+    of_parameters = sorted(name for name in units if name in parameters)
     power = 0.5 if config.rslora else 1.0
     alphas = {name: unit.scale * unit.rank**power for name, unit in units.items()}
     rank, alpha = most(unit.rank for unit in units.values()), most(alphas.values())
@@ -95,7 +134,8 @@ def _config(
         "lora_alpha": _whole(alpha),
         "rank_pattern": {name: unit.rank for name, unit in units.items() if unit.rank != rank},
         "alpha_pattern": {name: _whole(a) for name, a in alphas.items() if a != alpha},
-        "target_modules": _shortened(units, modules),
+        "target_modules": _shortened(of_modules, modules),
+        **({"target_parameters": of_parameters} if of_parameters else {}),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "lora_dropout": config.dropout,

@@ -11,7 +11,8 @@ from llmtrain.adapt.adapters import Unit
 from llmtrain.adapt.base import meta_model
 from llmtrain.adapt.lora import Site, sites
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import Family, Part
+from llmtrain.models.feed_forward.experts import ExpertWeights
+from llmtrain.models.hf.family import Family, Part, Weight
 from llmtrain.models.layers import Embedding
 
 
@@ -30,11 +31,16 @@ class PublishedLayer:
 
     @property
     def rows(self) -> int:
-        return self.site.layer.weight.shape[1] if self.is_embedding else self.part.shape[0]
+        return self.site.rows if self.is_embedding or self.is_experts else self.part.shape[0]
 
     @property
     def is_embedding(self) -> bool:
         return isinstance(self.site.layer, Embedding)
+
+    @property
+    def is_experts(self) -> bool:
+        """A parameter of all experts (peft's target_parameters): `module` ends with its name."""
+        return isinstance(self.site.layer, ExpertWeights)
 
     def covered(self, units: Sequence[Unit]) -> list[Unit]:
         """Adapters of the layer that change some of these rows."""
@@ -59,7 +65,11 @@ def published_layers(config: ModelConfig, family: Family) -> list[PublishedLayer
     weights = {weight.ours: weight for weight in family.weights(config)}
     found, uses = list[PublishedLayer](), Counter[str]()
     for site in sites(model):
-        ours = f"{paths[site.layer]}.weight"
+        ours = f"{paths[site.layer]}.{site.matrix}"
+        if isinstance(site.layer, ExpertWeights):
+            if (names := _experts_in_memory(weights[ours], site)) is not None:
+                found.append(PublishedLayer(names[0], tuple(names[1:]), site, weights[ours].parts[0], 0))
+            continue
         use, first = uses[ours], 0
         uses[ours] += 1
         for part in weights[ours].parts:
@@ -79,6 +89,25 @@ def _in_memory(part: Part, ours: str, use: int | None) -> list[str]:
     if ours != "head.weight":
         names = {name: None for name in names if name != "lm_head.weight"}
     return [name.removesuffix(".weight") for name in names]
+
+
+def _experts_in_memory(weight: Weight, site: Site) -> list[str] | None:
+    """Names of the parameter in memory that transformers 5 has of all experts, the first as it has it; None of classes with their
+    matrices in another order."""
+    if weight.reordered:
+        return None
+    assert isinstance(site.layer, ExpertWeights)
+    gated = len(site.layer.parts["w_in"]) > 1
+    name = "down_proj" if site.matrix == "w_out" else "gate_up_proj" if gated else "up_proj"
+    found = dict[str, None]()
+    for published in sorted(weight.parts[0].names, key=lambda one: not one.startswith("model.")):
+        module, of_each, _ = published.partition(".experts.")
+        if not of_each:
+            module = published.removesuffix(".weight").rpartition(".")[0]
+        elif module.endswith(".block_sparse_moe"):  # in files alone
+            found[f"{module.removesuffix('.block_sparse_moe')}.mlp.experts.{name}"] = None
+        found[f"{module}.experts.{name}"] = None
+    return list(found)
 
 
 def joined(

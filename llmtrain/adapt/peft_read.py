@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain.adapt.base import adaptations, meta_model
 from llmtrain.adapt.lora import Site
-from llmtrain.adapt.peft_folder import BASE, CONFIG, PREFIX, WEIGHTS, most
+from llmtrain.adapt.peft_folder import BASE, CONFIG, PREFIX, WEIGHTS, most, parameter_keys
 from llmtrain.adapt.peft_names import PublishedLayer, published_layers
 from llmtrain.config.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.config.regular_file import read_json, require_regular
@@ -22,6 +22,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import families
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import persistent_buffers
 from llmtrain.schema.adapt import AdaptConfig, LoraConfig, LoraGroup
 
 _KINDS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_embedding_A": "a", "lora_embedding_B": "b"} | dict.fromkeys(
@@ -35,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
@@ -84,7 +84,7 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
     modules = _by_module(folder, tensors)
     if not modules:
         raise UserError(f"{folder / WEIGHTS}: there is no adapter in it (no tensor {PREFIX}*.lora_A.weight)")
-    layers = _layers_with(modules, config, folder / WEIGHTS)
+    layers, modules = _layers_with(modules, settings.get("target_parameters") or [], config, folder)
     ranks, alphas, made = dict[str, int](), dict[str, float](), dict[str, dict[str, Any]]()
     dora = bool(settings.get("use_dora"))
     with time_limit(DOCUMENT_SECONDS, f"{folder / CONFIG}: rank_pattern and alpha_pattern"):
@@ -96,7 +96,8 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
                 f"{folder / CONFIG}: use_dora of {name}: only layers of mixers and MLPs have it here; {_TARGETS_HINT}"
             )
         a, b = _checked(folder / WEIGHTS, name, layer, found, dora)
-        rank = a.shape[0]
+        n = layer.site.weight.shape[0] if layer.is_experts else 1
+        rank = a.shape[0] // n
         expected, alpha = of_modules[name]
         if rank != expected:
             raise UserError(
@@ -109,6 +110,9 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
             unit = target.removeprefix(layer.site.name).removeprefix(".") or "whole"
             if layer.is_embedding:
                 of["tensors"] = {"down.weight": a.t(), "up.weight": b}
+                continue
+            if layer.is_experts:
+                of["tensors"] = {"down": a.unflatten(0, (n, rank)), "up": b.unflatten(1, (rank, n)).permute(2, 0, 1)}
                 continue
             of["downs"][first] = a
             of["tensors"][f"up.{unit}.weight"] = layer.ours(b)[cut]
@@ -127,10 +131,41 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
     return Adapters(AdaptConfig(lora=section), ours, recorded_base(folder), compared)
 
 
-def _layers_with(modules: Iterable[str], config: ModelConfig, file: Path) -> dict[str, PublishedLayer]:
-    """Layers by name, of the first class with the model's parameters that has all these modules."""
+def _with_parameters(
+    folder: Path, targets: Sequence[str], modules: Mapping[str, dict[str, Tensor]], parameters: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """The modules, those that peft wraps around a parameter of experts by the parameter's name. targets: target_parameters, which
+    are ends of names. parameters: of the class."""
+    matched = {name: [t for t in targets if f".{name}".endswith(f".{t}")] for name in parameters}
+    keys = parameter_keys([name for name, found in matched.items() if found])
+    wrappers = {key: name for name, key in keys.items()}
+    owners = {name.rpartition(".")[0] for name in keys}
+    for module in sorted(owners):
+        there = sorted(name for name in modules if name.split(".base_layer")[0] == module)
+        if there and there != sorted(key for name, key in keys.items() if name.rpartition(".")[0] == module):
+            named = [name for name in keys if name.rpartition(".")[0] == module]
+            raise UserError(
+                f"{folder / WEIGHTS}: {module} has adapters {_few(there)}, and target_parameters of {CONFIG} has {_few(named)} "
+                "of it; save the adapter again"
+            )
+    used = {t for name, key in keys.items() if key in modules for t in matched[name]}
+    if unused := [target for target in targets if target not in used]:
+        raise UserError(
+            f"{folder / CONFIG}: target_parameters: {_few(unused)}: no adapter in {WEIGHTS} is of it, as where a name fits no "
+            "parameter, which peft passes over; leave it out"
+        )
+    return {wrappers.get(name, name): found for name, found in modules.items()}
+
+
+def _layers_with(
+    modules: Mapping[str, dict[str, Tensor]], targets: Sequence[str], config: ModelConfig, folder: Path
+) -> tuple[dict[str, PublishedLayer], dict[str, dict[str, Tensor]]]:
+    """Layers by name, of the first class with the model's parameters that has all these modules, and these by the names of layers.
+    targets: target_parameters."""
+    file = folder / WEIGHTS
     unknown = dict[str, list[str]]()
-    names = {name for name, _ in meta_model(config).named_parameters()}
+    model = meta_model(config)
+    names = {*(name for name, _ in model.named_parameters()), *persistent_buffers(model)}
     for family in families():
         try:
             fits = {weight.ours for weight in family.weights(config)} == names
@@ -139,8 +174,12 @@ def _layers_with(modules: Iterable[str], config: ModelConfig, file: Path) -> dic
         if not fits:
             continue
         layers = {name: one for one in published_layers(config, family) for name in (one.module, *one.others)}
-        if not (lacking := [name for name in modules if name not in layers]):
-            return layers
+        parameters = [name for name, one in layers.items() if one.is_experts]
+        owners = {name.rpartition(".")[0] for name in parameters} if targets else set[str]()
+        if not (
+            lacking := [name for name in modules if name not in layers and name.split(".base_layer")[0] not in owners]
+        ):
+            return layers, _with_parameters(folder, targets, modules, parameters)
         unknown[family.architecture] = lacking
     if not unknown:
         raise UserError(f"{file}: no published class has the parameters of this base, so it has no adapters of peft")
@@ -177,7 +216,7 @@ def _units_of(layer: PublishedLayer, folder: Path) -> list[tuple[str, int, int]]
         (site.name if name == "whole" else f"{site.name}.{name}", first, rows)
         for name, first, rows in site.targets()[site.name]
     ]
-    if layer.is_embedding:
+    if layer.is_embedding or layer.is_experts:
         return found
     inside = [one for one in found if layer.first <= one[1] and one[1] + one[2] <= layer.first + layer.rows]
     if sum(rows for _, _, rows in inside) != layer.rows:
@@ -240,8 +279,7 @@ def _checked(
     for kind, what in (("a", "lora_A"), ("b", "lora_B"), *([("magnitude", "lora_magnitude_vector")] if dora else [])):
         if kind not in found:
             raise UserError(f"{file}: {name} has no {what}; save the adapter again")
-    a, b, weight = found["a"], found["b"], layer.site.layer.weight
-    width = weight.shape[0] if layer.is_embedding else weight.shape[1]
+    a, b, width = found["a"], found["b"], layer.site.columns
     expected = {"a": (a.shape[0], width), "b": (layer.rows, a.shape[0])}
     for kind, tensor in (("a", a), ("b", b)):
         if tuple(tensor.shape) != expected[kind]:
@@ -249,9 +287,15 @@ def _checked(
                 f"{file}: {name}.lora_{kind.upper()} has shape {list(tensor.shape)}, for the layer [{layer.rows}, {width}] of this "
                 f"base it would be {list(expected[kind])}; these adapters are of another base"
             )
-    if a.shape[0] > min(width, layer.rows):
+    n = layer.site.weight.shape[0] if layer.is_experts else 1
+    if a.shape[0] % n:
         raise UserError(
-            f"{file}: {name} has rank {a.shape[0]}, and the layer {min(width, layer.rows)} channels; train it with a smaller rank"
+            f"{file}: {name}.lora_A has {a.shape[0]} rows, no multiple of the {n} experts of this base; these adapters are of "
+            "another base"
+        )
+    if (rank := a.shape[0] // n) > min(width, layer.rows):
+        raise UserError(
+            f"{file}: {name} has rank {rank}, and the layer {min(width, layer.rows)} channels; train it with a smaller rank"
         )
     return a, b
 

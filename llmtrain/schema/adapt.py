@@ -51,7 +51,8 @@ class LoraConfig(AdaptationSection):
     targets: list[str] | None = Field(default=None, min_length=1)
     """Names of layers, as patterns: `*.wo`, `blocks.3.mixer.in_proj`, `embed`, `head`; also of a part of a fused projection:
     `*.wqkv.v` (q, k, v), `*.w_in.up` (gate, up), `*.in_proj.dt` (z, x, B, C, dt; q, k, v, z, b, a). A shared block has adapters
-    for each of its uses, `blocks.5.shared_input.mixer.wo`. Default: all linear layers of mixers and feed-forward layers."""
+    for each of its uses, `blocks.5.shared_input.mixer.wo`; experts one for each of them, `*.experts.w_in`, `*.experts.w_out`.
+    Default: all linear layers of mixers and feed-forward layers."""
     groups: list[LoraGroup] = []
 
     def rank_of(self, name: str) -> int:

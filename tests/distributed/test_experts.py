@@ -148,6 +148,19 @@ def test_a_checkpoint_keeps_every_bit_through_other_layouts(ranks, shards, tmp_p
         assert all(torch.equal(tensors[name], value) for name, value in first.items()), layout
 
 
+@CI
+def test_adapters_of_divided_experts_are_trained_as_on_one_rank(ranks, shards, tmp_path):
+    changes = MIXTURE | {
+        "train.duration": "4 steps",
+        "adapt": {"lora": {"rank": 2, "targets": ["*.experts.*", "*.wo"]}},
+    }
+    whole = ranks(1).run(train, tiny_config(shards, tmp_path / "whole", changes))[0]
+    for name in ("experts", "shards"):
+        size, layout = LAYOUTS[name]
+        run = ranks(size).run(train, tiny_config(shards, tmp_path / name, changes | layout))[0]
+        assert len(run.losses) == 4 and run.losses == pytest.approx(whole.losses, rel=1e-5), name
+
+
 @SLOW
 def test_a_run_moves_between_layouts(ranks, shards, tmp_path):
     changes = MIXTURE | {"train.duration": "4 steps", "eval.interval": "2 steps", "checkpoint.interval": "1 steps"}

@@ -15,9 +15,12 @@ from llmtrain.adapt.lora import Lora
 from llmtrain.adapt.peft_folder import WEIGHTS, write_peft
 from llmtrain.adapt.peft_read import attach, read_peft
 from llmtrain.errors import UserError
+from llmtrain.kernels.platform import cpu
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import family_of_hf_config
-from tests.numerics import test_hf_decoders, test_hf_hybrids
+from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import persistent_buffers
+from tests.numerics import test_hf_decoders, test_hf_experts, test_hf_hybrids
 from tests.support import hf, hf_families
 
 DRAWS = 8
@@ -32,9 +35,18 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "zamba2": (hf_families.zamba2, transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
     "nemotron_h": (hf_families.nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    **{
+        name: (test_hf_experts.PEERS[name].draw, test_hf_experts.PEERS[name].config, test_hf_experts.PEERS[name].model)
+        for name in ("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1")
+    },
+    "nemotron_h experts": (
+        test_hf_experts.nemotron_h,
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+    ),
     "falcon_h1": (test_hf_hybrids.falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
 }
-REFUSED_BY_PEFT = {"nemotron_h": "out_proj", "falcon_h1": "out_proj"}
+REFUSED_BY_PEFT: dict[str, str] = dict.fromkeys(("nemotron_h", "nemotron_h experts", "falcon_h1"), "out_proj")
 """Its class reads their weights past the adapter in a fused kernel of GPUs; ours calls them."""
 
 
@@ -42,6 +54,7 @@ def case_of(name: str, number: int) -> hf.Case:
     draw, config, _ = PEERS[name]
     rng = random.Random(f"{hf.SEED} peft {name} {number}")
     keys = draw(rng) if name in ("qwen3", "olmo_hybrid") else draw(rng, number)
+    keys |= {"router_aux_loss_coef": 0.0} if "router_aux_loss_coef" in keys else {}  # no part of the class' loss
     return hf.Case(config(vocab_size=hf.VOCAB, **keys), 2, rng.randint(3, 24), rng.randrange(2**31))
 
 
@@ -49,14 +62,21 @@ def with_peft(name: str, case: hf.Case, number: int) -> Any:
     """The class with adapters of peft, all away from their initial values."""
     rng = random.Random(case.seed)
     peer = plain_copy(name, case)
-    dora = number % 3 == 2
+    parameters = [path for path, one in peer.named_parameters() if one.ndim == 3 and ".experts." in path]
+    if number % 3 == 2:
+        parameters = [path for path in parameters if path.endswith("down_proj")]  # is not wrapped in another
+    dora = number % 3 == 2 and not parameters
     left = {REFUSED_BY_PEFT.get(name), *([] if not dora and not case.config.tie_word_embeddings else ["lm_head"])}
     linears = {
         path: module
         for path, module in peer.named_modules()
         if isinstance(module, nn.Linear) and (last := path.rpartition(".")[2]) not in left and not last.isdigit()
     }
-    least = min(min(module.weight.shape) for module in linears.values())
+    shapes = [
+        *(module.weight.shape for module in linears.values()),
+        *(peer.get_parameter(path).shape[1:] for path in parameters),
+    ]
+    least = min(map(min, shapes))
     rank = rng.randint(1, min(least, 4))
     targets = [*linears, *([] if dora else [path for path, m in peer.named_modules() if isinstance(m, nn.Embedding)])]
     other = rng.choice(list(linears))
@@ -67,7 +87,8 @@ def with_peft(name: str, case: hf.Case, number: int) -> Any:
         target_modules=targets,
         use_rslora=number % 3 == 1,
         use_dora=dora,
-        rank_pattern={other: 1},
+        target_parameters=parameters or None,
+        rank_pattern={other: 1} | dict.fromkeys(parameters[-1:], 1),
         alpha_pattern={rng.choice(list(linears)): 5},
     )
     torch.manual_seed(case.seed)
@@ -96,7 +117,7 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("number", [*range(3), *(pytest.param(n, marks=pytest.mark.ci) for n in range(3, DRAWS))])
 def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, number, tmp_path):
     case = case_of(name, number)
-    family = family_of_hf_config({"model_type": name})
+    family = family_of_hf_config({"model_type": name.removesuffix(" experts")})
     theirs = with_peft(name, case, number)
     theirs.save_pretrained(tmp_path)
     ours = hf.ours_in_memory(plain_copy(name, case))
@@ -118,7 +139,7 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         tensors = {n: p.detach() if what == "values" else gradient(p) for n, p in added.items()}
         write_peft(folder, lora, tensors, ours.config, family, None)
     written, saved = load_file(tmp_path / "values" / WEIGHTS), load_file(tmp_path / WEIGHTS)
-    saved = {n: t for n, t in saved.items() if "base_layer" not in n}
+    saved = {n: t for n, t in saved.items() if not n.endswith(".base_layer.weight")}
     assert written.keys() == saved.keys() and all(torch.equal(written[n], t) for n, t in saved.items())
     again = read_peft(tmp_path / "values", ours.config)
     assert again.adapt == adapters.adapt
@@ -163,10 +184,7 @@ def merged_is_unmerged(ours: Any, lora: Lora, adapters: Any, tokens: Tensor) -> 
         with pytest.raises(UserError, match="Export the adapters"):
             lora.merged(weights)
         return
-    from llmtrain.kernels.platform import cpu
-    from llmtrain.models.hybrid import HybridLM
-
     plain = HybridLM(ours.config, cpu())
-    plain.load_state_dict(lora.merged(weights))
+    plain.load_state_dict(lora.merged(weights) | persistent_buffers(ours))
     with torch.no_grad():
         assert hf.distance(CausalLM(plain.eval()).logits(tokens), CausalLM(ours).logits(tokens)) < TOLERANCE

@@ -54,10 +54,18 @@ class ExpertWeights(nn.Module):
 
     def forward(self, kernel: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """kernel: see kernels/experts/reference.py, as are its inputs."""
-        held = (self.w_in, self.w_out, self.b_in, self.b_out)
+        held = (self.matrix("w_in"), self.matrix("w_out"), self.b_in, self.b_out)
         if self.ranks is not None:
             held = tuple(one if one is None else _ScaledGradient.apply(one, self.ranks.share) for one in held)
         return kernel(x, chosen, weights, *held)
+
+    def matrix(self, name: str) -> Tensor:
+        """w_in or w_out, as it is computed with."""
+        return self.get_parameter(name)
+
+    def is_trained(self, name: str) -> bool:
+        """True if the gradient of a matrix is computed."""
+        return self.get_parameter(name).requires_grad
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         rules = {
@@ -207,13 +215,13 @@ class Experts(FeedForward):
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         experts, share = self.experts, self.section.n_experts
         total = Flops()
-        for weight, part in (
-            (experts.w_in, self.section.top_k),
-            (experts.w_out, self.section.top_k),
-            (self.router.weight, share),
+        for weight, part, trained in (
+            (experts.w_in, self.section.top_k, experts.is_trained("w_in")),
+            (experts.w_out, self.section.top_k, experts.is_trained("w_out")),
+            (self.router.weight, share, self.router.weight.requires_grad),
         ):
             work = Work(projection=2 * seq_len * weight.numel() * part // share)
-            total += Flops.with_weight(work, weight.requires_grad)
+            total += Flops.with_weight(work, trained)
         for linear in (self.latent_in, self.latent_out, self.shared, self.shared_gate):
             total += Flops() if linear is None else linear.flops(seq_len)
         return total

@@ -44,6 +44,51 @@ def folder(tmp_path):
     return tmp_path
 
 
+EXPERTS = MODEL.model_copy(
+    update={
+        "blocks": {
+            "a": type(MODEL.blocks["a"]).model_validate(
+                ATTENTION | {"qk_norm": "head", "mlp": {"type": "experts", "n_experts": 3, "top_k": 2, "d_ff": 12}}
+            )
+        }
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["experts.gate_up_proj"], "has adapters model.layers.0.mlp.experts, model.layers.0.mlp.experts.base_layer"),
+        (["experts.gate_up_proj", "experts.down_proj", "experts.gate"], "target_parameters: experts.gate: no adapter"),
+        ([], "has no model.layers.0.mlp.experts"),
+        (["experts.gate_up_proj", "experts.down_proj"], None),
+    ],
+)
+def test_adapters_of_experts_have_the_names_of_their_parameters(tmp_path, targets, message):
+    """peft wraps the second of two parameters of a module around the first, and passes over names that match nothing."""
+    adapt = AdaptConfig(lora=LoraConfig(rank=2, targets=["*.wqkv.q", "*.experts.w_in", "*.experts.w_out"]))
+    [lora] = [one for one in converters_of(EXPERTS, adapt) if isinstance(one, Lora)]
+    parameters = meta_model(EXPERTS, adapt).named_parameters()
+    tensors = {name: torch.randn(p.shape) for name, p in parameters if ".lora." in name}
+    write_peft(tmp_path, lora, tensors, EXPERTS, family_for_model(EXPERTS), None)
+    settings = json.loads((tmp_path / CONFIG).read_text())
+    assert settings["target_modules"] == ["q_proj"] and len(settings["target_parameters"]) == 4
+    (tmp_path / CONFIG).write_text(json.dumps(settings | {"target_parameters": targets}))
+    if message is not None:
+        with pytest.raises(UserError, match=message):
+            read_peft(tmp_path, EXPERTS)
+        return
+    found = read_peft(tmp_path, EXPERTS).tensors
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], one) for name, one in tensors.items())
+
+
+@pytest.mark.parametrize("setting", ["dora", "dropout"])
+def test_experts_have_adapters_of_matrices_alone(setting):
+    settings = {"targets": ["*.experts.w_in"], setting: True if setting == "dora" else 0.1}
+    with pytest.raises(UserError, match=f"adapt.lora.{setting}: not of experts"):
+        converters_of(EXPERTS, AdaptConfig(lora=LoraConfig.model_validate(settings)))
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
@@ -51,7 +96,7 @@ def folder(tmp_path):
         ("bias", "all", "train or save it without"),
         ("lora_bias", True, "train or save it without"),
         ("modules_to_save", ["lm_head"], "train or save it without"),
-        ("target_parameters", ["experts.down_proj"], "train or save it without"),
+        ("target_parameters", ["experts.down_proj"], "no adapter in adapter_model.safetensors is of it"),
         ("fan_in_fan_out", True, "train or save it without"),
         ("trainable_token_indices", [3], "train or save it without"),
         ("layer_replication", [[0, 1]], "train or save it without"),
