@@ -31,6 +31,7 @@ from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
 from llmtrain.start import start_phase
+from llmtrain.train.composer_import import import_composer
 from llmtrain.train.environment import apply_environment
 from llmtrain.train.faults.early_sigterm import handlers_kept
 from llmtrain.train.machine import refuse_what_is_missing
@@ -168,6 +169,7 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
     silence_warnings()
     _open_gpu(world_from_environment().local_rank)
     with handlers_kept(), start_phase("imports of Composer, StreamingDataset and what they need"):
+        import_composer()
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train
 

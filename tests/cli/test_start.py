@@ -19,7 +19,7 @@ HEAVY = (
         "datasets",
         "peft",
     ),
-    *("lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision"),
+    *("lm_eval", "accelerate", "tensorboard", "pyarrow", "boto3", "torchvision"),
 )
 PROGRAM = """
 import json, sys
@@ -61,4 +61,6 @@ def test_the_first_step_waits_for_no_wandb(project):
     project.write({"logging.wandb": {"project": "p"}, "logging.tensorboard": False})
     # Composer imports torchmetrics, and with it what metrics of images, texts and plots need, where that is installed.
     found = loaded("train", str(project.folder / "run.yaml"))
-    assert "composer" in found and found.isdisjoint({"wandb", "datasets", "lm_eval", "tensorboard", "pyarrow"})
+    assert "composer" in found and found.isdisjoint(
+        {"peft", "accelerate", "wandb", "datasets", "lm_eval", "tensorboard", "pyarrow"}
+    )

@@ -1,0 +1,83 @@
+"""Seconds from a killed rank to the end of the next step, on this machine: `llmtrain train --max-restarts` and `kill -9`.
+
+    python scripts/restart_times.py FILE [a.b=c ...] [--nproc 2] [--kills 20] [--seconds 300]
+
+FILE must save often (checkpoint.interval), and its text must be prepared. Each rank is killed in turn, some steps after a start.
+The last line is a row for benchmarks/results/training/restarts.json. Exit status 1 if a restart failed or took too long.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of one start, at most")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides, f"run_dir={run_dir}"]
+        command += ["train.duration=1000000 steps", "--nproc", str(args.nproc), "--max-restarts", str(args.kills)]
+        with (Path(folder) / "log").open("w") as log:
+            run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            found = measure(run, run_dir, args)
+        except (TimeoutError, ChildProcessError) as error:
+            print(f"{error}\n{(Path(folder) / 'log').read_text()[-4000:]}")
+            return 1
+        finally:
+            run.terminate()
+            run.wait()
+    found.sort()
+    row = {
+        "what": f"{args.file}, {args.nproc} ranks, {len(found)} kills",
+        "median_s": round(statistics.median(found), 1),
+        "least_s": round(found[0], 1),
+        "most_s": round(found[-1], 1),
+    }
+    print(json.dumps(row))
+    return 0
+
+
+def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> list[float]:
+    """Seconds of each restart. Raises TimeoutError for one that takes too long, ChildProcessError where the launcher ended."""
+    found = []
+    first = await_step(run, run_dir / "start.json", 0, args.seconds)
+    for number in range(args.kills):
+        await_step(run, run_dir / "checkpoints", first, args.seconds)  # a save after that step
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        began = time.monotonic()
+        os.kill(int(ranks[number % args.nproc]), signal.SIGKILL)
+        first = await_step(run, run_dir / "start.json", first, args.seconds)
+        found.append(time.monotonic() - began)
+        print(f"kill {number + 1}, of rank {number % args.nproc}: {found[-1]:.1f} s", flush=True)
+    return found
+
+
+def await_step(run: subprocess.Popen, path: Path, before: int, seconds: float) -> int:
+    """The time of the newest change of a file or folder, in nanoseconds, once it is after `before`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if run.poll() is not None:
+            raise ChildProcessError(f"the launcher ended with status {run.returncode}")
+        if path.exists() and (changed := path.stat().st_mtime_ns) > before:
+            return changed
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not change in {seconds:g} s")
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
