@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # measured.py imports this file
-    from llmtrain.kernels.attention.measured import Cell, Row
+from llmtrain.kernels.attention.cells import Cell, Row
 
 TOKENS = 16384
 """Tokens of a batch at which cells are measured; one sequence where they are longer."""
