@@ -65,9 +65,15 @@ def add_generate(commands) -> None:
     sub.set_defaults(func=run_generate)
 
 
+MOST = 1 << 20
+"""Largest number of new tokens and of prompts at once."""
+
+
 def run_generate(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or args.batch_size < 1:
         raise UserError("--max-new-tokens and --batch-size must be at least 1")
+    if max(args.max_new_tokens, args.batch_size) > MOST:  # memory of so many is taken before the first one
+        raise UserError(f"--max-new-tokens and --batch-size are at most {MOST:,}")
     if "" in args.stop:
         raise UserError("--stop '' would end every answer at once; give some text")
     if not args.chat and (given := [name for name in ("system", "chat_template") if getattr(args, name) is not None]):

@@ -28,6 +28,7 @@ from llmtrain.models.sections.kimi_delta import KimiDeltaBlock
 from llmtrain.models.sections.latent_attention import LatentAttentionBlock
 from llmtrain.models.sections.layers import NormBackend, NormConfig
 from llmtrain.models.sections.mamba2 import Mamba2Block
+from llmtrain.models.sections.mamba3 import Mamba3Block
 from llmtrain.models.sections.parallel_mixers import ParallelMixersBlock
 from llmtrain.models.sections.shared_attention import SharedAttentionBlock
 
@@ -38,6 +39,7 @@ Block = Annotated[
     | KimiDeltaBlock
     | LatentAttentionBlock
     | Mamba2Block
+    | Mamba3Block
     | ParallelMixersBlock
     | SharedAttentionBlock,
     Field(discriminator="type"),

@@ -139,8 +139,7 @@ class HybridLM(nn.Module):
         Raises UserError when a block cannot be divided.
         """
         self.ranks = ranks
-        if self.embed is not None:  # as a stage's may be
-            self.embed.split(ranks)
+        self.embed.split(ranks)
         if self.head is not None:
             self.head.split_output(ranks, [Part(self.config.vocab_size)])
         for block in self.layer_blocks():

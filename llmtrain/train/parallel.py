@@ -1,4 +1,4 @@
-"""Stages of a pipeline -> tensor and expert parallelism -> converters (float8, adapters) -> context parallelism -> activation
+"""Tensor and expert parallelism -> converters (float8, adapters) -> stages of a pipeline -> context parallelism -> activation
 checkpointing -> compile -> FSDP2 -> memory, in that order, in one function.
 
 Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp32 reduction. No autocast: Composer would
@@ -34,6 +34,7 @@ from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
+from llmtrain.plan.stages import stage_bounds
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
@@ -51,22 +52,21 @@ def parallelize(
     seq_len: int | None = None,
 ) -> ContextParallelRanks | None:
     """Prepares a model on the meta device for training on this rank; weights are allocated, not yet set. adapt: of the config.
-    seq_len: as StagedLM.begin's.
+    seq_len: for which layers are counted, where stages are to take as long as each other; default: the model's largest.
 
     Returns this rank's part of the sequences, for CausalLM.loss, where train.parallel.context ranks share them. `model.hybrid` is
     then this rank's stage.
 
-    The order matters. A stage leaves other layers out, so that nothing is made of them. Tensor and expert parallelism divide
-    parameters, for which float8 and context parallelism choose kernels, whose operators checkpointing has to know. Converters
-    replace linear layers, so nothing may hold one yet. Checkpointing wraps a layer, so that compilation sees (and may fuse) the
-    recomputation; compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which therefore has no
-    break; memory comes last, so that a rank only ever holds its own shard.
+    The order matters. Tensor and expert parallelism divide parameters, for which float8 and context parallelism choose kernels,
+    whose operators checkpointing has to know. Converters replace linear layers, by patterns of names in the whole model, so
+    nothing may hold one yet, and a stage leaves layers out only then. Checkpointing wraps a layer, so that compilation sees (and
+    may fuse) the recomputation; compilation comes before FSDP2, whose hooks on the layer then stay outside the graph, which
+    therefore has no break; memory comes last, so that a rank only ever holds its own shard.
     """
     mesh = device_mesh(config, world, device)
     sharding, of_experts = fsdp_mesh(mesh), expert_mesh(mesh, config.parallel.expert)
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
-    if isinstance(model, StagedLM):
-        model.begin(mesh, seq_len)
+    bounds = stage_bounds(model.hybrid, seq_len or model.config.max_seq_len, world.pipeline)
     if ranks is not None:
         model.hybrid.split(ranks)
         ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
@@ -77,6 +77,8 @@ def parallelize(
     changes = [*changes, *adaptations(adapt)]
     for converter in changes:
         converter.convert(model.hybrid, model.hybrid.platform)
+    if isinstance(model, StagedLM):
+        model.begin(mesh, bounds)
     if segments is not None:
         model.hybrid.enable_segments()
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)

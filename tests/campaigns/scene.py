@@ -112,7 +112,9 @@ def make(folder: Path, shards: Path) -> Path:
     place = Place(folder, documents=4)
     Path("chat.jinja").write_text("{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] }}\n{% endfor %}")
     models: list[Any] = ["tiny", {"path": "tiny", "name": "chat", "chat_template": "chat.jinja"}]
-    place.write({"tasks": [Path(task).name for task in place.tasks], "models": models, "max_length": 128})
+    place.write(
+        {"tasks": [Path(task).name for task in place.tasks], "models": models, "max_length": 128, "out": "results"}
+    )
     _texts(folder / "texts")
     publish(folder / "hf", "llama")
     _tokens(folder / "tokens")

@@ -148,6 +148,7 @@ def test_a_name_that_is_nothing_is_refused(capsys, monkeypatch):
         (["--top-k", "0"], "top_k"),
         (["--top-p", "2"], "top_p"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "99999999999"], "--max-new-tokens and --batch-size are at most 1,048,576"),
         (["--stop", ""], "--stop"),
         (["--system", "Be brief."], "--system goes with --chat"),
         (["--chat-template", "chatml"], "--chat-template goes with --chat"),
@@ -163,6 +164,7 @@ def test_impossible_options_are_refused_before_anything_is_loaded(option, named,
     [
         ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', "p.jsonl:2: expected an object with a text"),
         ("p.jsonl", "the quick\n", "p.jsonl:1: expected"),
+        ("p.jsonl", '{"prompt": "a\\ud800b"}\n', r"'\ud800', character 2 of 'a\ud800b', is half of a UTF-16 pair"),
         ("missing.txt", None, "cannot read prompts from"),
     ],
 )

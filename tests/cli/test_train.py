@@ -292,8 +292,10 @@ def wait_for(condition: Callable[[], Any], seconds: float = 400) -> Any:
     pytest.fail("waited in vain")
 
 
-def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project):
-    project.write({"train.duration": "100000 steps", "checkpoint.interval": "5 steps", "checkpoint.keep_last": 2})
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.ci)])
+def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project, stages):
+    steps = {"train.duration": "100000 steps", "checkpoint.interval": "5 steps", "checkpoint.keep_last": 2}
+    project.write(steps | {"train.parallel.pipeline": stages})
     process = project.start([*LLMTRAIN, "train", "run.yaml", "--nproc", "2"])
     try:
         wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)

@@ -119,3 +119,19 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
         torch.testing.assert_close(
             tensors_of_stages[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("float8", [None, {"emulate": True, "small_products": True}], ids=["bf16", "float8"])
+def test_in_narrow_formats_a_run_is_close_to_that_of_one_rank(ranks, shards, tmp_path, float8):
+    """What a stage hands on is in the computation's format; scales are of whole matrices, which one stage each holds."""
+    changes = EIGHT | {"train.precision": "amp_bf16", "train.float8": float8}
+    runs = [
+        ranks(size).run(
+            train, tiny_config(shards, tmp_path / str(size), changes | {"train.parallel.pipeline": stages})
+        )[0]
+        for size, stages in ((1, 1), (2, 2), (4, 2))
+    ]
+    for run in runs[1:]:
+        assert run.losses == pytest.approx(runs[0].losses, rel=2e-3)
+        assert run.validation == pytest.approx(runs[0].validation, rel=2e-3)

@@ -9,11 +9,13 @@ of each kernel), and all that has changed; `pytest -m "compile and slow"` every 
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from llmtrain.bench.tune.compiling import Compilers
+from llmtrain.bench.tune.compiling import Compilers, Task
 from llmtrain.kernels import tuning
+from llmtrain.kernels.platform import shared_limit
 from tests.support import offline
 
 LOOKED_AT, COUNT = 200, 6
@@ -112,6 +114,29 @@ def test_every_row_compiles(arch, share, compilers, changed):
 @pytest.mark.parametrize("arch", offline.ARCHES)
 def test_every_case_of_every_row_compiles(arch, share, compilers):
     assert_all_compile([check for cases in cases_of_rows(arch, share) for check in cases], compilers)
+
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "sinks of gpt-oss": {"n_heads": 64, "n_kv_heads": 8, "head_dim": 64, "sinks": True},
+    "sinks behind a window": {"n_heads": 64, "n_kv_heads": 8, "head_dim": 64, "sliding_window": 128, "sinks": True},
+    "latent attention": {"n_heads": 16, "n_kv_heads": 16, "head_dim": 192, "value_dim": 128},
+}
+"""Attention by rows for other shapes: sinks change nothing in a loop, and values that are less wide than keys take less."""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm90", "gfx90a", "gfx942", "gfx950"])
+@pytest.mark.parametrize("name", FURTHER)
+def test_sinks_and_values_of_another_width_compile_by_the_rows_of_others(arch, name, compilers):
+    spec = {"scale": 0.1, "dtype": "bfloat16", **FURTHER[name]}
+    variant = "window" if "sliding_window" in spec else "plain"
+    case = {"spec": spec, "batch": 1, "seq_len": 4096, "variant": variant, "options": []}
+    tasks = [Task("attention", case, part, None, arch) for part in ("forward", "dq", "dkdv")]
+    for at, compiled in compilers.results(tasks):
+        assert compiled.failed is None, (tasks[at].part, compiled.failed)
+        spilled = max(kernel["spilled"] for kernel in compiled.kernels)
+        limit = shared_limit(arch)
+        assert limit is not None and compiled.shared <= limit and spilled <= offline.MEASURED_SPILL, compiled.kernels
 
 
 def test_rows_say_that_they_have_not_run():

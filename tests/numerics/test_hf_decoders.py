@@ -26,6 +26,7 @@ OTHER = frozenset(
         ),
         # Where there are no experts; A's initial range, which here begins above 0.
         *("num_experts", "decoder_sparse_step", "mlp_only_layers", "linear_a_log_min"),
+        "residual_dropout",
     }
 )
 
@@ -175,7 +176,36 @@ def olmo_hybrid(rng: random.Random) -> Options:
     return keys | rng.choice([{}, without]) | of_fresh | {"linear_allow_neg_eigval": rng.random() < 0.5}
 
 
+def smollm3(rng: random.Random) -> Options:
+    keys = llama_keys(rng, attention_bias=rng.random() < 0.5, mlp_bias=rng.random() < 0.5)
+    layers = keys["num_hidden_layers"]
+    rotated = rng.sample([1, *rng.choices([0, 1], k=layers - 1)], layers)
+    windows = layer_types(rng, layers)
+    return keys | windows | {"no_rope_layers": rotated, "use_sliding_window": "sliding_window" in windows}
+
+
+def glm(rng: random.Random) -> Options:
+    keys = llama_keys(rng, head_dim=rng.choice([4, 8]), attention_bias=rng.random() < 0.5)
+    keys["rope_parameters"] |= {"partial_rotary_factor": rng.choice([0.5, 1.0])}
+    return keys
+
+
+def seed_oss(rng: random.Random) -> Options:
+    biases = {name: rng.random() < 0.5 for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
+    return llama_keys(rng, head_dim=rng.choice([4, 10]), residual_dropout=rng.choice([0.0, 0.1]), **biases)
+
+
+def helium(rng: random.Random) -> Options:
+    keys = llama_keys(rng, attention_bias=rng.random() < 0.5, mlp_bias=rng.random() < 0.5)
+    return keys | {"head_dim": keys["hidden_size"] // keys["num_attention_heads"]}
+
+
 PEERS = {
+    "smollm3": hf.Peer(smollm3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "glm": hf.Peer(glm, transformers.GlmConfig, transformers.GlmForCausalLM),
+    "glm4": hf.Peer(glm, transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "seed_oss": hf.Peer(seed_oss, transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "helium": hf.Peer(helium, transformers.HeliumConfig, transformers.HeliumForCausalLM),
     "mistral": hf.Peer(mistral, transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": hf.Peer(qwen2, transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": hf.Peer(qwen3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -196,11 +226,14 @@ def cases(name: str) -> list[Any]:
     return hf.cases(name, lambda rng, i: PEERS[name].draw(rng), PEERS[name].config)
 
 
+SPARED = ("qwen3_next", "olmo_hybrid", "smollm3", "glm", "glm4", "seed_oss", "helium")
+
+
 def every_case() -> Iterator[Any]:
-    """Two thirds of those of the slower classes are slow tests."""
+    """Two thirds of those of the slower classes, and of those that differ little from others, are slow tests."""
     for name in PEERS:
         for i, case in enumerate(cases(name)):
-            slow = name in ("qwen3_next", "olmo_hybrid") and i % 3
+            slow = name in SPARED and i % 3
             yield pytest.param(name, *case.values, id=case.id, marks=[pytest.mark.slow] if slow else [])
 
 

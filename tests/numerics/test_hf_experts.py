@@ -101,6 +101,16 @@ def dots1(rng: random.Random, i: int) -> Options:
     )
 
 
+def glm4_moe(rng: random.Random, i: int) -> Options:
+    keys = decoders.llama_keys(rng, attention_bias=rng.random() < 0.5, use_qk_norm=rng.random() < 0.5)
+    keys["rope_parameters"] |= {"partial_rotary_factor": rng.choice([0.5, 1.0])}
+    keys["hidden_size"] = keys["num_attention_heads"] * rng.choice([4, 8])
+    first = rng.randrange(keys["num_hidden_layers"])
+    return keys | grouped(rng, "n_routed_experts") | {
+        "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": first
+    }  # fmt: skip
+
+
 def kimi_linear(rng: random.Random, i: int) -> Options:
     """Both kinds of layers at least once, and dense ones beside those with experts."""
     kinds = [
@@ -198,6 +208,7 @@ def gpt_oss(rng: random.Random, i: int) -> Options:
 PEERS = {
     "deepseek_v2": hf.Peer(deepseek_v2, transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": hf.Peer(deepseek_v3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe": hf.Peer(glm4_moe, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "gpt_oss": hf.Peer(gpt_oss, transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "mixtral": hf.Peer(mixtral, transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmoe": hf.Peer(olmoe, transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
@@ -211,7 +222,8 @@ PEERS = {
     ),
     "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
-POOLED = [name for name in PEERS if name not in ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "kimi_linear")]
+UNPOOLED = ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear")
+POOLED = [name for name in PEERS if name not in UNPOOLED]
 """Classes with an auxiliary loss."""
 
 

@@ -128,6 +128,13 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "layers": "c w c",
     },
+    "mamba3 with groups and all channels turning": {
+        "blocks": {
+            "m": {"type": "mamba3", "d_state": 7, "head_dim": 8, "chunk_size": 8, "mlp": SWIGLU},
+            "r": {"type": "mamba3", "d_state": 8, "head_dim": 16, "n_groups": 2, "rope_fraction": 1.0},
+        },
+        "layers": "m r m",
+    },
     "zamba2 as the 2.7B": {
         "blocks": {"m": MAMBA | {"d_conv": 3}, "s": SHARED | {"n_shared": 2}},
         "layers": "m s+m m (s+m)*2",

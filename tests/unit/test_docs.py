@@ -144,6 +144,7 @@ def test_the_reference_has_every_type_of_block_and_explains_what_may_change_on_r
         "gated_deltanet",
         "kimi_delta",
         "mamba2",
+        "mamba3",
         "parallel_mixers",
         "shared_attention",
     ):

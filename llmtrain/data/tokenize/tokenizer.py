@@ -121,6 +121,13 @@ class TextTokenizer:
         return [*begins, *self.encode(text)] or [self.eod_id]
 
     def encode(self, text: str) -> list[int]:
+        """Ids of a text alone. Raises TokenizerError for one with half of a UTF-16 pair, which JSON's \\ud800 gives."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"{text[error.start]!a}, character {error.start + 1} of {text[:40]!a}, is half of a UTF-16 pair, no text"
+            ) from None
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -45,7 +45,7 @@ class AttentionSearch(Search):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        (self.q, self.k, self.v), spec, shape, device = self.tensors, self.spec, self.shape, self.device
+        (self.q, self.k, self.v, *sinks), spec, shape, device = self.tensors, self.spec, self.shape, self.device
         self.causal = not self.operation.full(shape)
         slopes, bounds, ids = None, (None, None), self.operation.ids(shape, device)
         if ids is not None:
@@ -54,8 +54,9 @@ class AttentionSearch(Search):
             bounds = (packed.starts, packed.ends) if packed else (empty, empty)
         if spec.slopes is not None:
             slopes = torch.tensor(spec.slopes, device=device)
-        self.settings = (spec.scale, self.causal, spec.sliding_window, spec.softcap, slopes, *bounds)
-        self.out = torch.empty(self.q.shape, dtype=self.q.dtype, device=device)
+        of_heads = sinks[0].float() if sinks else None
+        self.settings = (spec.scale, self.causal, spec.sliding_window, spec.softcap, slopes, *bounds, of_heads)
+        self.out = torch.empty((*self.q.shape[:3], spec.width), dtype=self.q.dtype, device=device)
         self.lse = torch.empty((shape.batch, spec.n_heads, shape.seq_len), device=device)
         self.delta = torch.empty_like(self.lse)
         if device != "meta":

@@ -36,6 +36,8 @@ class Decoder:
     gated: ClassVar[bool] = True
     """The MLP is a gated one."""
     partial_rotary: ClassVar[bool] = False
+    default_fraction: ClassVar[float] = 1.0
+    """The part that is rotated where config.json has no partial_rotary_factor."""
     in_pairs: ClassVar[bool] = False
     """Positions turn neighbouring channels of a head (row_orders.pairs_apart)."""
     positions: ClassVar[tuple[str, ...]] = ("rotary",)
@@ -168,7 +170,9 @@ class Decoder:
 
     def write_position(self, block: AttentionBlock) -> dict[str, Any]:
         position = block.position
-        return settings.write_rotary(position, partial=self.partial_rotary) if position.type == "rotary" else {}
+        if position.type != "rotary":
+            return {}
+        return settings.write_rotary(position, partial=self.partial_rotary, default=self.default_fraction)
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         """Further keys of config.json. layers: the block of each."""

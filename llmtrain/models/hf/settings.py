@@ -194,10 +194,10 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
     return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}
 
 
-def write_rotary(position: RotaryPosition, *, partial: bool = False) -> dict[str, Any]:
+def write_rotary(position: RotaryPosition, *, partial: bool = False, default: float = 1.0) -> dict[str, Any]:
     """Write both spellings: rope_parameters, and rope_theta with rope_scaling for transformers 4 and others.
 
-    Those would silently use the default theta without them. partial: as read_rotary's.
+    Those would silently use the default theta without them. partial: as read_rotary's; default: what the class then rotates.
     """
     match position.scaling:
         case None:
@@ -211,7 +211,7 @@ def write_rotary(position: RotaryPosition, *, partial: bool = False) -> dict[str
         case YarnScaling() as yarn:
             fields = yarn.model_dump(exclude={"type", "original_max_seq_len"}, exclude_none=True)
             scaling = {"rope_type": "yarn", **fields, "original_max_position_embeddings": yarn.original_max_seq_len}
-    fraction = {"partial_rotary_factor": position.fraction} if partial and position.fraction != 1 else {}
+    fraction = {"partial_rotary_factor": position.fraction} if partial and {position.fraction, default} != {1} else {}
     return {
         "rope_parameters": {"rope_theta": position.theta, **(scaling or {"rope_type": "default"}), **fraction},
         "rope_theta": position.theta,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from llmtrain.models.hybrid import Stream
@@ -26,6 +27,10 @@ class PipelineStep(Step):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}
+        # FSDP2 gathers layers again for each backward pass. What is read outside of a call of its own stays gathered while
+        # other microbatches are under way, of which some backward pass needs it.
+        layers = set(self.model.hybrid.blocks)
+        self.stays = [one for one in self.model.modules() if isinstance(one, FSDPModule) and one not in layers]
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         model = self.model
@@ -122,7 +127,7 @@ class _Stage(PipelineStage):
 
     def __init__(self, step: PipelineStep, rows: int, tokens: int):
         model, stages = step.model, step.model.stages
-        hybrid, self.sync = model.hybrid, step.sync
+        hybrid, self.step = model.hybrid, step
         between = tokens // (1 if hybrid.ranks is None else hybrid.ranks.size)
         stream = torch.empty(rows, between, hybrid.config.d_model, dtype=hybrid.dtype, device="meta")
         super().__init__(
@@ -150,5 +155,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         assert self.chunks is not None
-        self.sync.mark(bwd_chunk_id == self.chunks - 1)
+        last = bwd_chunk_id == self.chunks - 1
+        self.step.sync.mark(last)
+        for module in self.step.stays:
+            module.set_reshard_after_backward(last, recurse=False)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

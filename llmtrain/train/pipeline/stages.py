@@ -16,7 +16,7 @@ from llmtrain.models.causal_lm import CausalLM, Output
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM, Stream
 from llmtrain.models.layer_part import step_sums
-from llmtrain.plan.stages import stage_bounds
+from llmtrain.plan.stages import Bounds
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,9 @@ class StagedLM(CausalLM):
     stages: Stages
     scheduled = False
 
-    def begin(self, mesh: DeviceMesh, seq_len: int | None) -> None:
-        """Keep this rank's layers of a model on the meta device. mesh: with a dimension `stage`. seq_len: for which layers are
-        counted; default: the model's largest. Every rank calls this."""
-        whole, size = self.hybrid, mesh.size(0)
-        bounds = stage_bounds(whole, seq_len or whole.config.max_seq_len, size)
+    def begin(self, mesh: DeviceMesh, bounds: Bounds) -> None:
+        """Keep this rank's layers of a model on the meta device. mesh: with a dimension `stage`. Every rank calls this."""
+        whole, size = self.hybrid, len(bounds)
         parts = [whole.stage(*bound) for bound in bounds]
         rank = mesh.get_local_rank("stage")
         ranks = _group_of(mesh.mesh.flatten(1).tolist()) if step_sums(whole) else None

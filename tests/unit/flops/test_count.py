@@ -16,6 +16,7 @@ from llmtrain.models.mixers.compressed_attention import CompressedAttention
 from llmtrain.models.mixers.gated_deltanet import DeltaRule
 from llmtrain.models.mixers.kimi_delta import KimiDelta
 from llmtrain.models.mixers.mamba2 import Mamba2
+from llmtrain.models.mixers.mamba3 import Mamba3
 from llmtrain.models.parameters import parameter_info
 from llmtrain.plan.parameters import components
 
@@ -32,6 +33,7 @@ BLOCKS = {
     | {"mlp": {"type": "geglu_tanh", "d_ff": 160}, "norm": {"type": "rmsnorm", "place": "both"}},
     "mamba2": {"type": "mamba2", "d_state": 32, "head_dim": 32, "chunk_size": 32},
     "mamba2-groups-ragged": {"type": "mamba2", "d_state": 16, "head_dim": 16, "n_groups": 2, "chunk_size": 40},
+    "mamba3-groups-ragged": {"type": "mamba3", "d_state": 16, "head_dim": 16, "n_groups": 2, "chunk_size": 40},
     "gated attention": ATTENTION | {"n_kv_heads": 2, "output_gate": True},
     "latent attention": {
         **{"type": "latent_attention", "n_heads": 4, "kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 8},
@@ -96,6 +98,11 @@ def executed(model: HybridLM) -> int:
             squares = 2 * tokens * size * (spec.n_groups * spec.d_state + spec.n_heads * spec.head_dim)
             running_sums = 2 * spec.n_heads * (tokens * size + count * count)
             total += squares + 4 * tokens * state + 2 * (count + 1) ** 2 * state + running_sums - spec.flops(T)
+        if isinstance(block.mixer, Mamba3):
+            section, heads = block.mixer.block, block.mixer.n_heads
+            size = section.chunk_size
+            total += 2 * -(-T // size) * size * size * heads * (section.d_state + section.head_dim)
+            total += 4 * (-T % size) * heads * section.d_state * section.head_dim  # of padding
         if isinstance(block.mixer, CompressedAttention):
             total -= 2 * T * block.mixer.conv.weight.numel()  # number by number, where the counter sees none
         if isinstance(block.mixer, DeltaRule):

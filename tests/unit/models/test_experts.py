@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
+from llmtrain.adapt.base import meta_model
+from llmtrain.config.shipped import find_config
 from llmtrain.flops.count import count_parameters
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.experts.spec import ExpertsSpec
@@ -19,6 +21,7 @@ from llmtrain.models.feed_forward.experts import Experts
 from llmtrain.models.feed_forward.routers import route
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.experts import ExpertsSection, RouterSection
+from llmtrain.schema.load import load_config
 from tests.support import experts
 
 WITHOUT = BlockContext(None, None)
@@ -194,6 +197,25 @@ def test_flops_and_parameters_are_those_that_a_token_meets():
     assert made.flops(10).grad_weight.total == 2 * 10 * (active - 2 * 3 * 8 * 12)
     counts = count_parameters(experts.build().hybrid)
     assert counts.total - counts.active == 2 * 2 * (2 * 32 * 24)  # two layers, two of four experts, two matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("olmoe-1b-7b", 6.9, 1.3),
+        ("qwen3-30b-a3b", 30.5, 3.35),
+        ("granite3-1b-a400m", 1.33, 0.43),
+        ("dots1", 142.8, 14.0),
+        ("nemotron3-nano-30b-a3b", 31.6, 3.6),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(name, total, active):
+    """In billions, as papers and model cards have them."""
+    counts = count_parameters(meta_model(load_config(find_config(f"pretrain/{name}")).model))
+    assert counts.total / 1e9 == pytest.approx(total, rel=0.01) and counts.active / 1e9 == pytest.approx(
+        active, rel=0.02
+    )
 
 
 def test_biases_are_not_decayed_and_matrices_are_each_experts():

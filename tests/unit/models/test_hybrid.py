@@ -43,6 +43,7 @@ BLOCKS = {
         "qkv_bias": True,
         "mlp": MLP,
     },
+    "mamba3": {"type": "mamba3", "d_state": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8, "mlp": MLP},
     "kda": {
         "type": "kimi_delta",
         "n_heads": 4,

@@ -57,7 +57,7 @@ def test_interpolations_pass_where_numbers_are_expected(validator):
         ("vocab_size: 10", "vocab_size: ten", "$.model.vocab_size"),
         ("vocab_size: 10", "vocab_size: 0", "$.model.vocab_size"),
         ("d_state", "d_stat", "$.model.blocks.m"),
-        ("type: mamba2", "type: mamba3", "$.model.blocks.m"),
+        ("type: mamba2", "type: mambo2", "$.model.blocks.m"),
         ("type: mamba2, ", "", "$.model.blocks.m"),
         ("3 steps", "3", "$.train.duration"),
         ("name: x", "nam: x", "$"),
@@ -75,7 +75,7 @@ def test_each_block_type_is_a_constant_that_editors_can_offer():
     ]
     offered = [schema["$defs"][choice]["properties"]["type"]["const"] for choice in choices]
     assert offered == [
-        *("attention", "compressed_attention", "gated_deltanet", "kimi_delta", "latent_attention", "mamba2"),
+        *("attention", "compressed_attention", "gated_deltanet", "kimi_delta", "latent_attention", "mamba2", "mamba3"),
         *("parallel_mixers", "shared_attention"),
     ]
 

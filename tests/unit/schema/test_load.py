@@ -338,7 +338,6 @@ EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, b
             for settings, path, message in (
                 ("train.microbatch_size=auto", "train.microbatch_size", "use a number"),
                 ("train.cuda_graphs=on", "train.cuda_graphs", "use auto or off"),
-                ("train.precision=amp_bf16; train.float8={}", "train.float8", "use null"),
                 ("adapt={lora: {rank: 2}}", "adapt", "leave it out"),
                 (
                     "objective={type: preference, loss: simpo}; data.mask_documents=true",

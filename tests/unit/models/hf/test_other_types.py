@@ -23,10 +23,10 @@ LACKING = {
     "persimmon": "no family here has qk_layernorm = true; there is",
     "diffllama": "no family here has lambda_std_dev = 0.1",
     "opt": 'no family here has activation_function = "relu", do_layer_norm_before = true, enable_bias = true, ffn_dim = 3072',
-    "glm4": '; its settings (attention_bias = true, head_dim = 128, hidden_act = "silu", hidden_size = 4096',
+    "cwm": "; the nearest family, mistral, has no pretraining_tp = 1; there is",
     "ministral": " too, but what its class computes with them is not known here; there is",
     "ernie4_5": " too, but what its class",
-    "seed_oss": "are llama's too, but what its class computes with them is not known here; there is",
+    "jais2": "; the nearest family, helium, has no layer_norm_eps = 1e-05; there is",
     "cohere": "; the nearest family, olmo2, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
     "xlstm": " more; there is",
 }
