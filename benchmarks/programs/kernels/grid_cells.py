@@ -36,8 +36,9 @@ PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(
 
 
 def attention() -> list[Shape]:
-    """Every shape once."""
-    found = [*_shipped(), *(_shape(*one) for model in PUBLISHED["attention"].values() for one in model)]
+    """Every shape once. Sinks, and values of another width than keys, are no part of a cell."""
+    shipped = [shape for shape in _shipped() if not shape.spec.sinks and shape.spec.value_dim is None]
+    found = [*shipped, *(_shape(*one) for model in PUBLISHED["attention"].values() for one in model)]
     for features in FEATURES:
         for head_dim in HEAD_DIMS:
             heads = max(8, 2048 // head_dim // 8 * 8)
