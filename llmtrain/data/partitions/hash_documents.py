@@ -52,7 +52,11 @@ def _hash_texts(maker: PartitionMaker, hashes: DocumentHashes, number: int, part
 
 def _hash_tokens(maker: PartitionMaker, hashes: DocumentHashes, number: int, part: Slice, kind: TokenKind) -> None:
     document = 0
-    for batch, _, _ in maker.token_files(part, kind):
+    for item in maker.token_files(part, kind):
+        if isinstance(item, BadRecord):
+            maker.settings.tolerance.refuse(item)
+            continue
+        batch, _, _ = item
         for ids in np.split(batch.ids, np.cumsum(batch.tokens)[:-1]) if len(batch.tokens) else ():
             hashes.add_tokens(ids)
             hashes.end(position(number, document))

@@ -24,8 +24,8 @@ class Mamba3Block(BlockSection):
     """The heads together have expand * d_model channels."""
     n_groups: Width = 1
     """Groups of heads with one B and C."""
-    rope_fraction: Literal[0.5, 1.0] = 0.5
-    """Share of the channels of B and C that turn."""
+    rope_fraction: PositiveFloat = 0.5
+    """Share of the channels of B and C that turn: 0.5 or 1, as the authors' module has it."""
     a_floor: PositiveFloat = 1e-4
     """Smallest rate of decay."""
     dt_min: PositiveFloat = 1e-3
@@ -38,7 +38,9 @@ class Mamba3Block(BlockSection):
         yield from super().problems()
         if self.dt_min > self.dt_max:
             yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
-        if not self.angles:
+        if self.rope_fraction not in (0.5, 1.0):
+            yield Problem("rope_fraction", self.rope_fraction, "must be 0.5 or 1.0")
+        elif not self.angles:
             text = f"leaves no pair of channels to turn at rope_fraction {self.rope_fraction}"
             yield Problem("d_state", self.d_state, text)
 

@@ -258,6 +258,11 @@ def test_documents_beside_a_border_that_moved_are_bad_records(tmp_path, tokenize
     names = prepared_documents(made.out, "train")
     assert "fox 10 the dogs" not in names[:12] and names[:10] == [f"fox {n} the dogs" for n in range(10)]
     assert made.split("train")["documents"] == 38
+    settings = small(tmp_path, path, seq_len=8, dedup=True, out=str(tmp_path / "without-copies"))
+    with pytest.raises(PrepareError, match="document 11: its border in "):
+        prepare(settings, progress=False)
+    once = prepare(settings.model_copy(update={"skip_bad_records": True}), progress=False)
+    assert prepared_documents(once.out, "train") == names
 
 
 @pytest.mark.parametrize("kind", ["no ends", "turns", "cut short", "quoted"])

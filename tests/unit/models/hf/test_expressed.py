@@ -16,6 +16,7 @@ from llmtrain.models.config import (
     AttentionBlock,
     Block,
     GatedDeltaNetBlock,
+    KimiDeltaBlock,
     Mamba2Block,
     ModelConfig,
     ParallelMixersBlock,
@@ -398,9 +399,9 @@ def function(config: ModelConfig) -> dict[str, Any]:
             fields["dt_limit"] = None if block.dt_limit == (0.0, None) else block.dt_limit
             fields["d_inner"] = block.inner_width(config.d_model)
             del fields["expand"]
-        elif isinstance(block, GatedDeltaNetBlock):
+        elif isinstance(block, GatedDeltaNetBlock | KimiDeltaBlock):
             fields |= {"gated_norm_eps": block.gated_norm_eps or norm.eps, "n_key_heads": block.key_heads}
-        else:
+        elif isinstance(block, AttentionBlock | SharedAttentionBlock):
             spec = block.spec(config.d_model)
             fields |= {"n_kv_heads": spec.n_kv_heads, "head_dim": spec.head_dim, "softmax_scale": spec.scale}
         return fields
