@@ -64,9 +64,9 @@ def attention_dq(
         v += batch.to(tl.int64) * v_batch + kv_head * v_head
     q += batch.to(tl.int64) * q_batch + head * q_head
     dout += batch.to(tl.int64) * do_batch + head * do_head
-    here = batch.to(tl.int64) * seq_len * N_HEADS + head
-    out += here * VALUE_DIM
-    dq += here * HEAD_DIM
+    here = (batch.to(tl.int64) * seq_len * N_HEADS + head) * HEAD_DIM
+    out += here if VALUE_DIM == HEAD_DIM else here // HEAD_DIM * VALUE_DIM
+    dq += here
     stats = pair.to(tl.int64) * seq_len + i
     slope = 0.0 if slopes is None else tl.load(slopes + head) * LOG2_E
 
@@ -180,7 +180,7 @@ def attention_dkdv(
         dout += batch.to(tl.int64) * do_batch
     lse += batch.to(tl.int64) * (N_HEADS * seq_len)
     delta += batch.to(tl.int64) * (N_HEADS * seq_len)
-    here = batch.to(tl.int64) * seq_len * BLOCKS + block
+    here = (batch.to(tl.int64) * seq_len * BLOCKS + block) * HEAD_DIM
 
     k_tile = load_rows(k, 0, 0, begin, seq_len, k_token, BLOCK_N, HEAD_DIM, PARTS, True, False)
     v_tile = k_tile
@@ -214,11 +214,10 @@ def attention_dkdv(
             BLOCK_M, NUM_STAGES, HEAD_DIM, PARTS, VALUE_DIM, VALUE_PARTS, USE_TMA, PRECISION, HEADS, DV_FIRST, DK, DV,
         )  # fmt: skip
     if DK:
-        store_rows(dk + here * HEAD_DIM, dk_acc, out_scale, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
+        store_rows(dk + here, dk_acc, out_scale, begin, seq_len, BLOCKS * HEAD_DIM, BLOCK_N, HEAD_DIM, PARTS)
     if DV:
-        store_rows(
-            dv + here * VALUE_DIM, dv_acc, 1.0, begin, seq_len, BLOCKS * VALUE_DIM, BLOCK_N, VALUE_DIM, VALUE_PARTS
-        )
+        values = here if VALUE_DIM == HEAD_DIM else here // HEAD_DIM * VALUE_DIM
+        store_rows(dv + values, dv_acc, 1.0, begin, seq_len, BLOCKS * VALUE_DIM, BLOCK_N, VALUE_DIM, VALUE_PARTS)
 
 
 @triton.jit
