@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llmtrain.errors import UserError
+
 _IPV4_ADDRESS = 0x8915
 """SIOCGIFADDR of Linux."""
 _SECONDS = 5.0
@@ -28,7 +30,7 @@ class Place:
 
 
 def places(on_gpu: bool) -> list[Place]:
-    """Addresses of collectives. Raises ValueError for an interface that this node does not have."""
+    """Addresses of collectives. Raises UserError for an interface that this node does not have."""
     found: list[Place | None] = [_named("GLOO_SOCKET_IFNAME") or _by_host_name()]
     if on_gpu:
         found.append(_named("NCCL_SOCKET_IFNAME"))  # without it, NCCL chooses
@@ -47,7 +49,7 @@ def _named(variable: str) -> Place | None:
                 with contextlib.suppress(OSError):  # no IPv4 address
                     return Place(f"{variable}={wanted}", _address(one))
                 return None
-    raise ValueError(f"{variable}={wanted}, but this node has the interfaces {', '.join(known)}")
+    raise UserError(f"{variable}={wanted}, but this node has the interfaces {', '.join(known)}")
 
 
 def _address(interface: str) -> str:

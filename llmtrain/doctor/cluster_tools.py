@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Vendor
 
 _SECONDS = 15.0
@@ -40,7 +41,7 @@ class GpuState:
 
 
 def query(vendor: Vendor) -> dict[str, GpuState]:
-    """State of each GPU of this machine, by `pci_key`. Raises OSError, SubprocessError or ValueError where the tool does not
+    """State of each GPU of this machine, by `pci_key`. Raises OSError, SubprocessError or UserError where the tool does not
     answer, or not as expected."""
     if vendor == "nvidia":
         return nvidia(*(_output("nvidia-smi", asked, "--format=csv,noheader,nounits") for asked in _NVIDIA))
@@ -48,15 +49,15 @@ def query(vendor: Vendor) -> dict[str, GpuState]:
 
 
 def pci_key(address: str) -> str:
-    """One name for a PCI address: `00000000:18:00.0`, `0000:18:00.0` and `0:18:0` are the same. Raises ValueError."""
+    """One name for a PCI address: `00000000:18:00.0`, `0000:18:00.0` and `0:18:0` are the same. Raises UserError."""
     found = re.fullmatch(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)(\.\d)?", address.strip())
     if found is None:
-        raise ValueError(f"{address!r} is no PCI address")
+        raise UserError(f"{address!r} is no PCI address")
     return ":".join(f"{int(part, 16):x}" for part in found.groups()[:3])
 
 
 def nvidia(gpus: str, rows: str, processes: str) -> dict[str, GpuState]:
-    """State of GPUs by the three answers of nvidia-smi, in CSV without a header. Raises ValueError."""
+    """State of GPUs by the three answers of nvidia-smi, in CSV without a header. Raises UserError."""
     errors = {pci_key(bus): _count(count) for bus, count in _lines(gpus, 2)}
     remapped = {pci_key(bus): values for bus, *values in _lines(rows, 5)}
     users = defaultdict[str, list[str]](list)
@@ -71,7 +72,7 @@ def nvidia(gpus: str, rows: str, processes: str) -> dict[str, GpuState]:
 
 
 def amd(listed: str, metrics: str, pages: str, processes: str) -> dict[str, GpuState]:
-    """State of GPUs by the four answers of amd-smi, in JSON. Raises ValueError."""
+    """State of GPUs by the four answers of amd-smi, in JSON. Raises UserError."""
     errors, bad, users = (_by_gpu(text) for text in (metrics, pages, processes))
     found = {}
     for number, gpu in _by_gpu(listed).items():
@@ -94,7 +95,7 @@ def _lines(text: str, columns: int) -> Iterator[list[str]]:
         if len(row) == columns:
             yield [value.strip() for value in row]
         elif row and ":" in row[0]:  # others are sentences, as where there is no such GPU
-            raise ValueError(f"nvidia-smi answered {','.join(row)!r}, which are not {columns} values")
+            raise UserError(f"nvidia-smi answered {','.join(row)!r}, which are not {columns} values")
 
 
 def _count(value: Any) -> int | None:
@@ -110,4 +111,4 @@ def _by_gpu(text: str) -> dict[int, dict[str, Any]]:
         entries = found["gpu_data"] if isinstance(found, dict) else found
         return {int(entry["gpu"]): entry for entry in entries}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"amd-smi's answer cannot be read ({type(error).__name__}: {error})") from None
+        raise UserError(f"amd-smi's answer cannot be read ({type(error).__name__}: {error})") from None

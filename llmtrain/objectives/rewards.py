@@ -85,7 +85,7 @@ def _math(reward: Reward) -> Function:
         # No timeouts of its own, which are signals: this process has a limit of time.
         gold = parse(_expected(record), parsing_timeout=None)
         if not gold:
-            raise ValueError(f"answer {_expected(record)[:40]!r} of the record is no mathematical expression")
+            raise UserError(f"answer {_expected(record)[:40]!r} of the record is no mathematical expression")
         return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
     return score

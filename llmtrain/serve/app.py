@@ -33,12 +33,12 @@ OPENAI_MAX_TOKENS = 16
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class RefusedError(Exception):
-    """A request that is not answered, with HTTP's status."""
+class RefusedError(UserError):
+    """A request that is not answered. http_status: for what reason."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, http_status: int, message: str):
         super().__init__(message)
-        self.status = status
+        self.http_status = http_status
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Server:
                 raise
             return self._refusal(error.status, f"{request.method} {request.path}: {error.reason}")
         except RefusedError as error:
-            return self._refusal(error.status, str(error))
+            return self._refusal(error.http_status, str(error))
         except UserError as error:
             return self._refusal(400, str(error))
         except RunError as error:

@@ -147,7 +147,7 @@ def read_body(kind: type[Body], raw: bytes) -> Any:
     try:
         data = parse_json(raw)
         if not isinstance(data, dict):
-            raise ValueError("it is no object")
+            raise UserError("it is no object")
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise UserError("the body is no JSON: it is not UTF-8") from None

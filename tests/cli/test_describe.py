@@ -18,6 +18,8 @@ PUBLISHED = {
     "mpt-30b": 29_975_214_080,
     "gpt-oss-20b": 20_914_757_184,
     "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,  # without the 58 * 256 biases of its routers, which are no parameters here
+    "glm4-9b": 9_400_279_040,
     "mixtral-8x7b": 46_702_792_704,
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,

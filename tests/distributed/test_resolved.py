@@ -17,7 +17,7 @@ def test_a_run_writes_what_it_decided(ranks, shards, tmp_path):
     found = read_resolved(tmp_path)
     assert found["microbatch_size"] == 4 and found["activation_checkpointing"]["type"] == "none"
     assert found["sharding"]["strategy"] == "full"
-    assert found["ranks"] == {"data": 2, "context": 1, "tensor": 1}
+    assert found["ranks"] == {"data": 2, "context": 1, "tensor": 1, "pipeline": 1}
     assert found["schedule"] == {"total": 4, "warmup": 2, "decay": 2}
     assert found["decided"] == {
         "train.microbatch_size": 4,

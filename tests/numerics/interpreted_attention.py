@@ -258,7 +258,7 @@ def test_suffix_attention_equals_the_last_rows(softcap, tiles):
 def test_the_operators_say_what_they_do():
     """Schema, fake tensors, autograd and tracing, by torch's own checks."""
     q, k, v = attention.inputs(Case(n_heads=2, n_kv_heads=1), 1, 20, torch.float32)
-    arguments = (q, k, v, 0.2, True, 9, None, None, None, None)
+    arguments = (q, k, v, 0.2, True, 9, None, None, None, None, None)
     torch.library.opcheck(torch.ops.llmtrain.attention_forward.default, arguments)
     out, lse = (t.detach() for t in kernels.attend(q, k, v, 0.2, window=9))
     plain = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)

@@ -70,7 +70,7 @@ def test_one_rank_of_those_that_share_samples_counts_them():
     found = []
     for context, tensor in groups:
         segments, ranks = ContextParallelRanks(context, 2), TensorRanks(tensor, 3)
-        spec = data_spec(loader, OBJECTIVE, segments, ranks)
+        spec = data_spec(loader, OBJECTIVE, segments, ranks, counts=context == tensor == 0)  # World.is_first_reader
         found.append((spec.get_num_samples_in_batch(loader[0]), spec.get_num_tokens_in_batch(loader[0])))
     alone = data_spec(loader, OBJECTIVE)
     whole = (alone.get_num_samples_in_batch(loader[0]), alone.get_num_tokens_in_batch(loader[0]))

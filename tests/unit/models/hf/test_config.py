@@ -292,6 +292,12 @@ def test_our_own_models(file):
         )
         assert "model.blocks.attn.qkv_bias = true: MptForCausalLM has no biases; set qkv_bias: false" in reasons
         return
+    if file.stem == "kda-130m":
+        with pytest.raises(
+            UnsupportedModelError, match="KimiLinearForCausalLM has kimi_delta and latent_attention layers"
+        ):
+            family_for_model(config)
+        return
     family = family_for_model(config)
     written = json.loads(json.dumps(family.write_config(config), allow_nan=False))
     assert written["architectures"] == [family.architecture] and written["model_type"] == family.model_type
