@@ -155,6 +155,10 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
         (tmp_path / "wide").mkdir()
         write_peft(tmp_path / "wide", lora, added, ours.config, family, None)
         exact = {n.removesuffix(".weight"): g for n, g in load_file(tmp_path / "wide" / WEIGHTS).items()}
+        total = torch.stack([g.norm() for g in exact.values()]).norm()
+        none = [n for n, g in exact.items() if g.norm() < 1e-12 * total]  # of queries that see one key, say
+        assert all(found[n].norm() < 1e-7 * total for n in none)
+        found, named, exact = ({n: g for n, g in some.items() if n not in none} for some in (found, named, exact))
         assert apart(found, exact) < max(TOLERANCE, 2 * apart({n: g.double() for n, g in named.items()}, exact)) < 1e-3
 
     merged_is_unmerged(ours, lora, adapters, tokens)
