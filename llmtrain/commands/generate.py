@@ -118,10 +118,15 @@ def _text(prompt: str, turns: Sequence[dict[str, str]] = ()) -> str:
 def _conversation(tokenizer: Any, args: argparse.Namespace) -> Callable[..., list[int]]:
     """Ids of what a user says after a conversation. Raises UserError for a model without a chat template."""
     from llmtrain.data.chat.asking import ChatPrompts
+    from llmtrain.data.chat.template import find_template
 
-    prompts = ChatPrompts(tokenizer, args.chat_template)
+    prompts = ChatPrompts(tokenizer, find_template(tokenizer, args.chat_template))
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return lambda prompt, turns=(): prompts.ids([*system, *turns, {"role": "user", "content": prompt}])
+
+    def ask(prompt: str, turns: Sequence[dict[str, str]] = ()) -> list[int]:
+        return prompts.ids(prompts.text([*system, *turns, {"role": "user", "content": prompt}]))
+
+    return ask
 
 
 def read_prompts(file: Path) -> list[str]:

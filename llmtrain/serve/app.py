@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from tokenizers import Tokenizer
 
+from llmtrain.data.chat.asking import ChatPrompts
 from llmtrain.data.chat.template import ChatError, ChatTemplate
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
@@ -68,12 +68,12 @@ class Server:
         key: str | None = None,
         limits: Limits = Limits(),
     ):
-        self.tokenizer, self.name, self.template, self.no_template = tokenizer, name, template, no_template
+        self.tokenizer, self.name, self.no_template = tokenizer, name, no_template
+        self.prompts = None if template is None else ChatPrompts(tokenizer, template)
         self.key, self.limits, self.counts, self.created = key, limits, Counts(), int(time.time())
         self.worker = Worker(engine, self._failed)
         self.answering = 0
         self.draining = False
-        self._spelled = Tokenizer.from_str(tokenizer.backend.to_str())  # what spells a special token is one
         self._put: dict[Request, Callable[[], None]] = {}  # what ends an answer with an error
         self.app = web.Application(client_max_size=limits.body, middlewares=[self._errors, self._authorize])
         self.app.add_routes(
@@ -164,9 +164,9 @@ class Server:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body: ChatBody = self._admit(read_body(ChatBody, await request.read()))
-        text = self._render(body)  # in this thread, which alone a limit of time can stop
-        encoding = await self.loop.run_in_executor(None, lambda: self._spelled.encode(text, add_special_tokens=False))
-        prompt, room = encoding.ids, self.worker.engine.max_len
+        prompts, text = self._render(body)  # in this thread, which alone a limit of time can stop
+        prompt = await self.loop.run_in_executor(None, prompts.ids, text)
+        room = self.worker.engine.max_len
         new = body.max_completion_tokens or body.max_tokens or room - len(prompt)
         if new < 1:
             raise UserError(f"the conversation has {len(prompt)} tokens; there is room for {room} with the answer")
@@ -180,17 +180,15 @@ class Server:
             raise RunError("the server is ending")
         return body
 
-    def _render(self, body: ChatBody) -> str:
-        if self.template is None:
+    def _render(self, body: ChatBody) -> tuple[ChatPrompts, str]:
+        """Template and text of a conversation. Raises UserError."""
+        if self.prompts is None:
             raise UserError(self.no_template or "the model has no chat template")
         for number, message in enumerate(body.messages, 1):
             if not isinstance(message.get("role"), str):
                 raise UserError(f"messages: message {number} has no `role`")
-        begun = body.messages[-1]["role"] == "assistant"
         try:
-            return self.template.render(
-                body.messages, tools=body.tools or None, add_generation_prompt=not begun, continue_final_message=begun
-            )[0]
+            return self.prompts, self.prompts.text(body.messages, body.tools or None)
         except ChatError as error:
             raise UserError(f"messages: {error}") from None
 
