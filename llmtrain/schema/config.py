@@ -13,13 +13,13 @@ from llmtrain.models.sections.float8 import MULTIPLE
 from llmtrain.objectives.sections import NextTokenSection, ObjectiveConfig
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.data import DataConfig
+from llmtrain.schema.evaluation import EvalConfig
 from llmtrain.schema.init_from import InitialWeights
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.pipeline import pipeline_problems
 from llmtrain.schema.schedule import schedule_problems
 from llmtrain.schema.training import (
     CheckpointConfig,
-    EvalConfig,
     LoggingConfig,
     ScheduleConfig,
     TrainConfig,

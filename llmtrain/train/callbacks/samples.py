@@ -21,7 +21,7 @@ from llmtrain.generate.options import Sampling
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.data import DataConfig
-from llmtrain.schema.training import SamplesConfig
+from llmtrain.schema.evaluation import SamplesConfig
 from llmtrain.train.callbacks.evaluation import evaluating
 
 EXACT_MATCH = "samples/exact_match"

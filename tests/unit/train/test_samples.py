@@ -14,7 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.schema.training import SamplesConfig
+from llmtrain.schema.evaluation import SamplesConfig
 from llmtrain.train.callbacks import samples
 from llmtrain.train.callbacks.samples import EXACT_MATCH, Samples, held_out_questions
 from tests.support.chats import prepare_chats
