@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,41 @@ def launch_forward(
     return y.to(v.dtype).view(v.shape), final, cumsum.view(shape), inverse.view(*shape, CHUNK)
 
 
+def like_inputs(
+    gradients: Iterable[tuple[Tensor, Tensor]],
+    sequences: Sequences,
+    d_initial: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients in the types and shapes of their tensors, then the initial state's (if there is none: empty)."""
+    found = [gradient.to(like.dtype).view(like.shape) for gradient, like in gradients]
+    if initial_state is None:
+        return *found, found[0].new_empty(0)
+    return *found, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
+
+
+def differentiable(forward: Any, backward: Any) -> None:
+    """Register the backward operator's fake, and with it the forward operator's gradient. forward: of q, k, v, log_decay, beta, the
+    initial state and document_ids, to y, the last state and what `backward` takes after them."""
+
+    @backward.register_fake
+    def _(dy, d_final, q, k, v, log_decay, beta, initial_state, document_ids, *kept):
+        d_initial = q.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+        return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs, *output[2:])
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dy, d_final, *_):
+        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        dy = inputs[2].new_zeros(inputs[2].shape) if dy is None else dy
+        *gradients, d_initial = backward(dy, d_final, *inputs, *kept)
+        return *gradients, None if inputs[5] is None else d_initial, None
+
+    forward.register_autograd(gradient, setup_context=setup_context)
+
+
 fla_gated_delta_forward = torch.library.custom_op("llmtrain::fla_gated_delta_forward", launch_forward, mutates_args=())
 
 
@@ -125,11 +162,8 @@ def launch_backward(
         q_, k_, v_, cumsum, beta_, inverse, scale=1.0, initial_state=sequences.states(initial_state, "first"), do=dy,
         dht=sequences.states(d_final, "last"), cu_seqlens=sequences.cu_seqlens, chunk_size=CHUNK,
     )  # fmt: skip
-    found = zip((dq, dk, dv, d_decay, d_beta), (q, k, v, log_decay, beta), strict=True)
-    gradients = [gradient.to(like.dtype).view(like.shape) for gradient, like in found]
-    if initial_state is None:
-        return *gradients, v.new_empty(0)
-    return *gradients, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
+    gradients = zip((dq, dk, dv, d_decay, d_beta), (q, k, v, log_decay, beta), strict=True)
+    return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
 fla_gated_delta_backward = torch.library.custom_op(
@@ -137,22 +171,4 @@ fla_gated_delta_backward = torch.library.custom_op(
 )
 
 
-@fla_gated_delta_backward.register_fake
-def _(dy, d_final, q, k, v, log_decay, beta, initial_state, document_ids, cumsum, inverse):
-    d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, d_final, *_):
-    *inputs, cumsum, inverse = ctx.saved_tensors
-    dy = inputs[2].new_zeros(inputs[2].shape) if dy is None else dy
-    *gradients, d_initial = fla_gated_delta_backward(dy, d_final, *inputs, cumsum, inverse)
-    return *gradients, None if inputs[5] is None else d_initial, None
-
-
-fla_gated_delta_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(fla_gated_delta_forward, fla_gated_delta_backward)

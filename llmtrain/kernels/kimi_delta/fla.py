@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked
+from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, differentiable, like_inputs
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.platform import Platform
 
@@ -74,32 +74,11 @@ def launch_backward(
         q_, k_, v_, beta_, reads, overlaps, scale=1.0, initial_state=sequences.states(initial_state, "first"), do=dy,
         dht=sequences.states(d_final, "last"), g=cumsum, cu_seqlens=sequences.cu_seqlens, chunk_size=CHUNK,
     )  # fmt: skip
-    found = zip((dq, dk, dv, d_decay, d_beta), (q, k, v, log_decay, beta), strict=True)
-    gradients = [gradient.to(like.dtype).view(like.shape) for gradient, like in found]
-    if initial_state is None:
-        return *gradients, v.new_empty(0)
-    return *gradients, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
+    gradients = zip((dq, dk, dv, d_decay, d_beta), (q, k, v, log_decay, beta), strict=True)
+    return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
 fla_kimi_delta_backward = torch.library.custom_op("llmtrain::fla_kimi_delta_backward", launch_backward, mutates_args=())
 
 
-@fla_kimi_delta_backward.register_fake
-def _(dy, d_final, q, k, v, log_decay, beta, initial_state, document_ids, cumsum, reads, overlaps):
-    d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, d_final, *_):
-    *inputs, cumsum, reads, overlaps = ctx.saved_tensors
-    dy = inputs[2].new_zeros(inputs[2].shape) if dy is None else dy
-    *gradients, d_initial = fla_kimi_delta_backward(dy, d_final, *inputs, cumsum, reads, overlaps)
-    return *gradients, None if inputs[5] is None else d_initial, None
-
-
-fla_kimi_delta_forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(fla_kimi_delta_forward, fla_kimi_delta_backward)
