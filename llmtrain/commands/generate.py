@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtrain.commands.arguments import EMA_HELP
+from llmtrain.commands.model_arguments import add_model, add_model_options, load
 from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
@@ -22,11 +22,7 @@ def add_generate(commands) -> None:
         description="Continues a prompt, every prompt of a file, or (with neither) what is typed, line by line. "
         "Text appears as it is decoded.",
     )
-    sub.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run's folder (its newest checkpoint), a checkpoint, or a folder or hub name in Hugging Face format",
-    )
+    add_model(sub)
     source = sub.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument(
@@ -56,12 +52,7 @@ def add_generate(commands) -> None:
     )
     sub.add_argument("--seed", type=int, default=0, metavar="N")
     sub.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts of --file at a time; default 32")
-    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
-    sub.add_argument(
-        "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
-    )
-    sub.add_argument("--ema", action="store_true", help=EMA_HELP)
-    sub.add_argument("--adapter", metavar="ADAPTER", help="a folder of peft's, or a run of adapters, of this model")
+    add_model_options(sub)
     sub.set_defaults(func=run_generate)
 
 
@@ -88,15 +79,7 @@ def run_generate(args: argparse.Namespace) -> int:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
-    import torch
-
-    from llmtrain.data.tokenize.tokenizer import load_tokenizer
-    from llmtrain.generate.load import load_model
-
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    loaded = load_model(
-        args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema, adapter=args.adapter
-    )
+    loaded = load(args)
     ask = _conversation(loaded[1], args) if args.chat else _text
     if prompts is not None:
         _answer_file(loaded, prompts, ask, args)

@@ -4,7 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
-from llmtrain.commands.arguments import EMA_HELP, require_at_least, require_at_most
+from llmtrain.commands.arguments import require_at_least, require_at_most
+from llmtrain.commands.model_arguments import add_model, add_model_options, load
 from llmtrain.config.regular_file import read_text
 from llmtrain.errors import UserError
 
@@ -18,11 +19,7 @@ def add_serve(commands) -> None:
         description="Serves /v1/completions and /v1/chat/completions, with streaming and log-probabilities, /v1/models, "
         "/health and /metrics. Requests join and leave at any step. SIGTERM lets what is being answered end.",
     )
-    sub.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run's folder (its newest checkpoint), a checkpoint, or a folder or hub name in Hugging Face format",
-    )
+    add_model(sub)
     sub.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0 takes a free one")
     sub.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="default 127.0.0.1, which other machines cannot reach"
@@ -47,12 +44,7 @@ def add_serve(commands) -> None:
     sub.add_argument("--wait-seconds", type=float, default=300.0, metavar="S", help="to the first token; default 300")
     sub.add_argument("--drain-seconds", type=float, default=60.0, metavar="S", help="after SIGTERM; default 60")
     sub.add_argument("--chat-template", metavar="FILE", help="a Jinja file, or chatml; default: the tokenizer's own")
-    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
-    sub.add_argument(
-        "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
-    )
-    sub.add_argument("--ema", action="store_true", help=EMA_HELP)
-    sub.add_argument("--adapter", metavar="ADAPTER", help="a folder of peft's, or a run of adapters, of this model")
+    add_model_options(sub)
     sub.set_defaults(func=run_serve)
 
 
@@ -62,20 +54,13 @@ def run_serve(args: argparse.Namespace) -> int:
     require_at_most(65535, args, "port")
     require_at_most(10**6, args, "rows", "prefix_mib", "wait_seconds", "drain_seconds")
     key = _key(args.key_file)
-    import torch
-
     from llmtrain.data.chat.template import ChatError, find_template
-    from llmtrain.data.tokenize.tokenizer import load_tokenizer
     from llmtrain.generate.engine import Engine
-    from llmtrain.generate.load import load_model
     from llmtrain.logs import log
     from llmtrain.serve.app import Limits, Server
     from llmtrain.serve.run import serve
 
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    model, tokenizer = load_model(
-        args.model, getattr(torch, args.dtype) if args.dtype else None, tokenizer, ema=args.ema, adapter=args.adapter
-    )
+    model, tokenizer = load(args)
     template, missing = None, ""
     try:
         template = find_template(tokenizer, args.chat_template)

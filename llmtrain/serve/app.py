@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RefusedError(UserError):
-    """A request that is not answered. http_status: for what reason."""
+    """A request that is not answered. http_status: of the response."""
 
     def __init__(self, http_status: int, message: str):
         super().__init__(message)
