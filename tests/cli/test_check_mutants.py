@@ -70,7 +70,9 @@ KINDS = {
 }
 
 
-WHOLE_FILE = re.compile(r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters|row \d+ \(")
+WHOLE_FILE = re.compile(
+    r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters|row \d+ \("
+)
 
 
 def names_its_place(error: UserError) -> bool:
@@ -98,8 +100,8 @@ def refuse_or_accept(kind: str, given: Mutant, file: Path) -> bool:
     return accepted
 
 
-def check_mutants(count: int, folder: Path) -> None:
-    rng = random.Random(SEED)
+def check_mutants(count: int, folder: Path, seed: int = SEED) -> None:
+    rng = random.Random(seed)
     everything = [text for kind in KINDS.values() for text in kind.texts]
     index_of()
     accepted = 0

@@ -40,7 +40,7 @@ _CLASSES = {
     "ministral": "windows by layer (layer_types) without biases; where all layers are alike, set model_type: mistral",
     "ministral3": "queries scaled by their position (rope_parameters.llama_4_scaling_beta)",
     "olmo": "norms without weights (clip_qkv beside them)",
-    "phimoe": "LayerNorm (rms_norm_eps) with a router that masks experts (router_jitter_noise)",
+    "phimoe": "LayerNorm with a router that masks experts (num_local_experts, router_jitter_noise)",
     "qwen3_5_moe_text": "projections of the delta rule that are apart (in_proj_qkv, in_proj_z)",
     "qwen3_5_text": "projections of the delta rule that are apart (in_proj_qkv, in_proj_z)",
     "solar_open": "GLM-4's experts (n_routed_experts) in every one of Llama's layers",
@@ -116,7 +116,9 @@ def _defaults(name: str) -> dict[str, Any]:
 
 def _is_setting(key: str, value: Any) -> bool:
     """True for a key that changes the model: its value is a section of settings, or not 0, false or empty."""
-    given = bool(value) and (isinstance(value, (bool, int, float, str)) or (isinstance(value, dict) and "_config" in key))
+    given = bool(value) and (
+        isinstance(value, (bool, int, float, str)) or (isinstance(value, dict) and "_config" in key)
+    )
     return given and key not in _OF_FILES and not _NO_FUNCTION.search(key)
 
 
