@@ -29,7 +29,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sums_data(tmp_path_factory.mktemp("policy"))
 
 
-def train(config: Config, stop_before: int | None = None, full_before: int | None = None) -> dict[str, dict[int, float]]:
+def train(
+    config: Config, stop_before: int | None = None, full_before: int | None = None
+) -> dict[str, dict[int, float]]:
     """A job: metrics of a run by name and step. full_before: no rollout can be written from this step on, from 0."""
     recorder = runs.Recorder(stop_before)
     with runs.observed_by(recorder), contextlib.suppress(runs.Interrupted), pytest.MonkeyPatch.context() as patch:
@@ -129,7 +131,7 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(data: Path, tmp_path: Path, ra
 
 @pytest.mark.ci
 def test_adapters_learn_beside_a_reference_without_them(data: Path, tmp_path: Path, ranks):
-    base = policy_config(data, tmp_path / "base", {"train.duration": "1 steps"})
+    base = policy_config(data, tmp_path / "base", {"train.duration": "1 steps", "schedule.warmup": "0 steps"})
     ranks(1).run(train, base)
     changes = {
         "objective.kl": {"beta": 0.1},

@@ -117,8 +117,9 @@ class Rollouts(contextlib.ExitStack):
         self.figures.begin_step()
         metrics: dict[str, float] = {}
         if not any(one.step == step for group in self.groups for one in group[:1]):
-            self.groups = self._restored(step) or self._made(step)
-            metrics = self.figures.of_rollout(self.groups)
+            restored = self._restored(step)
+            self.groups = restored or self._made(step)
+            metrics = self.figures.of_rollout(self.groups) if restored is None else {}
         begin = self.groups[0][0].step
         own = self.training.config.global_groups // self.world.data_size
         first = (step - begin) * self.training.config.global_groups + self.world.data_rank * own
