@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,14 @@ SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
 def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size):
-    """Documents; tied embeddings, shared blocks that two stages use, and as many microbatches as stages or more."""
+    """Documents; tied embeddings, shared blocks that two stages use, as many microbatches as stages or more, and parts in turn."""
     mesh = {"parallel": {"pipeline": 2}, "sharding": {"strategy": "full"}}
-    assert_exact(ranks, size, [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())])
+    cases = [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())]
+    in_turn = mesh | {"parallel": mesh["parallel"] | {"virtual_stages": 2}}
+    longer = [
+        replace(one, model=one.model | {"layers": f"({one.model['layers']})*2"}, train=in_turn) for one in cases[::4]
+    ]
+    assert_exact(ranks, size, cases + longer)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.ci)], ids=["few", "more"])
