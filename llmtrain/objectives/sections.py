@@ -16,8 +16,6 @@ class ObjectiveSection(ImplementedSection):
     """Reason for which its microbatches can be no CUDA graphs."""
     context_refusal: ClassVar[str | None] = None
     """Reason for which ranks cannot share its sequences (train.parallel.context)."""
-    pipeline_refusal: ClassVar[str | None] = None
-    """Reason for which a pipeline of stages cannot compute it (train.parallel.pipeline)."""
     trained_only: ClassVar[bool] = False
     """Labels are the tokens alone that shards mark as trained."""
     has_z_loss: ClassVar[bool] = True
@@ -97,9 +95,6 @@ class PreferenceSection(ObjectiveSection):
     implementation: ClassVar[str] = "llmtrain.objectives.preference:Preference"
     cuda_graphs_refusal: ClassVar[str | None] = "the number of answers differs between microbatches of preferences"
     context_refusal: ClassVar[str | None] = "an answer's probability is a product over all of its tokens"
-    pipeline_refusal: ClassVar[str | None] = (
-        "sums over the microbatches of a step are needed before their backward passes"
-    )
     needs_documents: ClassVar[bool] = True
     trained_only: ClassVar[bool] = True
     has_z_loss: ClassVar[bool] = False

@@ -16,6 +16,12 @@ def stage_spans(model: HybridLM, seq_len: int, stages: int, virtual: int = 1) ->
     return [spans[stage::stages] for stage in range(stages)]
 
 
+def untrained(model: HybridLM, spans_of: Sequence[Sequence[LayerRange]]) -> list[int]:
+    """Stages of a converted model that hold no trained parameter."""
+    parts = (model.stage(*spans) for spans in spans_of)
+    return [stage for stage, part in enumerate(parts) if not any(p.requires_grad for p in part.parameters())]
+
+
 def stage_costs(model: HybridLM, seq_len: int) -> list[int]:
     """FLOP of training on one sequence, by layer; the last layer's with those of the head."""
     costs = [block.flops(seq_len, causal=True).total for block in model.layer_blocks()]

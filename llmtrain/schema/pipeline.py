@@ -5,8 +5,6 @@ from typing import Protocol
 
 from llmtrain.config.base import Problem
 from llmtrain.models.config import ModelConfig
-from llmtrain.objectives.sections import ObjectiveSection
-from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.training import TrainConfig
 
@@ -24,10 +22,6 @@ class _Config(Protocol):
 
     @property
     def model(self) -> ModelConfig: ...
-    @property
-    def adapt(self) -> AdaptConfig | None: ...
-    @property
-    def objective(self) -> ObjectiveSection: ...
     @property
     def train(self) -> TrainConfig: ...
     @property
@@ -53,9 +47,6 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
     if shard_size is not None and shard_size % train.parallel.of_stage:
         text = f"must be a multiple of the {train.parallel.of_stage} ranks of a stage that read the same samples"
         yield Problem("train.sharding.shard_size", shard_size, text)
-    if config.objective.pipeline_refusal is not None:
-        text = f"{config.objective.pipeline_refusal}; use another, or {KEY}: 1"
-        yield Problem("objective.type", config.objective.type_name, text)
     for name, mlp in config.model.experts().items():
         if mlp.balance.weight > 0 and mlp.balance.over == "model":
             text = f"counts the layers of all stages together; use layer, or {KEY}: 1"
@@ -66,7 +57,6 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
             )
             yield Problem(f"model.blocks.{name}.mlp.balance.tokens", "step", text)
     refused = {
-        "adapt": (config.adapt is not None, "adapters are of whole models; leave it out"),
         "train.microbatch_size": (
             train.microbatch_size == "auto",
             "is tried on whole models, and the size decides how much of a pipeline is idle; use a number",

@@ -92,6 +92,12 @@ PARTS = {
         "train.loss": {"type": "chunked", "chunk_tokens": 24, "z_loss": 1e-4},
         "data.mask_documents": True,
     },
+    "adapters": {
+        "adapt": {"lora": {"rank": 2, "dora": True}},
+        "model.layers": "(s+m)*6",
+        "model.tie_embeddings": False,
+        "train.parallel.virtual_stages": 2,
+    },
     "8-bit states in host memory": {"optimizer": {"type": "adamw_8bit", "lr": 3e-3, "offload": True}},
 }
 
@@ -103,6 +109,8 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
     found = []
     for size in (1, 3):
         parallel = {"train.parallel.pipeline": size, "train.global_batch_size": 6}
+        if size == 1:
+            parallel["train.parallel.virtual_stages"] = 1
         config = tiny_config(shards, tmp_path / str(size), EIGHT | PARTS[kind] | parallel)
         run, folder = ranks(size).run(train, config)[0], Path(config.run_dir)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,8 @@ kernels that attention took. lengths: steps over sequences of each of them, one 
 them over all GPUs, with the memory of every rank, and the bubble of a pipeline: what the passes take beyond the time per
 microbatch, which follows from the fewest and the most of them, beside (N - 1) / V of N stages with V virtual ones. scan: a Mamba-2
 scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes copied on the rank
-itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU, for a try.
+itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU,
+for a try.
 """
 
 import argparse
