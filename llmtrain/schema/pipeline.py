@@ -91,14 +91,13 @@ def microbatch_problems(train: TrainConfig, groups: int) -> Iterator[Problem]:
         yield Problem("train.global_batch_size", train.global_batch_size, text)
     elif stages > 1 and train.parallel.virtual_stages > 1 and count % rounds(stages, count):
         fitting = [n for n in range(stages, 2 * count) if n % rounds(stages, n) == 0]
-        nearest = " or ".join(
-            str(groups * train.least_microbatch * n)
-            for n in (max(n for n in fitting if n < count), next((n for n in fitting if n > count), None))
-            if n is not None
+        fewer, more = (
+            groups * train.least_microbatch * n
+            for n in (max(n for n in fitting if n < count), min(n for n in fitting if n > count))
         )
         text = (
             f"gives each of {groups} pipelines {count} microbatches, which an interleaved schedule cannot divide into "
-            f"{rounds(stages, count)} equal rounds; use {nearest}, or {_VIRTUAL}: 1"
+            f"{rounds(stages, count)} equal rounds; use {fewer} or {more}, or {_VIRTUAL}: 1"
         )
         yield Problem("train.global_batch_size", train.global_batch_size, text)
 

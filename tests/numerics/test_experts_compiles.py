@@ -26,8 +26,7 @@ ARCHS = ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
 
 def compiled(name: str, arch: str, activation: str = "swiglu") -> Any:
     amd = arch.startswith("gfx")
-    kernel, table = getattr(kernels, name), launch.GRADIENT if name == "weight_gradient" else launch.WIDE
-    tiles = table["amd" if amd else "nvidia"]
+    kernel, tiles = getattr(kernels, name), launch.TILES["amd" if amd else "nvidia"][name]
     names = [parameter.name for parameter in kernel.params]
     constants = {
         "ACTIVATION": activation,
@@ -39,6 +38,7 @@ def compiled(name: str, arch: str, activation: str = "swiglu") -> Any:
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "GROUP": launch.GROUP,
+        "EVEN_K": True,
         # An inner stride of 1 is a constant to Triton.
         **({"stride_k": 1} if name == "product" else {}),
     }

@@ -33,16 +33,23 @@ class Tiles:
     num_stages: int
 
 
-WIDE = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
-GRADIENT = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
+TILES = {
+    "nvidia": {
+        "first_product": Tiles(128, 128, 64, 8, 3),
+        "product": Tiles(128, 128, 64, 8, 3),
+        "first_backward": Tiles(128, 128, 64, 8, 3),
+        "weight_gradient": Tiles(128, 128, 64, 8, 3),
+    },
+    "amd": dict.fromkeys(("first_product", "product", "first_backward", "weight_gradient"), Tiles(128, 128, 32, 8, 2)),
+}
 FULL = Tiles(32, 32, 32, 4, 2)
 """Of fp32."""
 
 
-def tiles_of(dtype: torch.dtype, table: dict[str, Tiles]) -> Tiles:
+def tiles_of(dtype: torch.dtype, kernel: str) -> Tiles:
     if dtype == torch.float32:
         return FULL
-    return table.get(build_vendor(), table["nvidia"])
+    return TILES.get(build_vendor(), TILES["nvidia"])[kernel]
 
 
 class TritonExperts:
@@ -60,8 +67,8 @@ class TritonExperts:
         return out
 
 
-def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int) -> tuple[int, int, dict[str, Any]]:
-    """Most tiles of rows, tiles of columns, and the constants of a product."""
+def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int, summed: int) -> tuple[int, int, dict[str, Any]]:
+    """Most tiles of rows, tiles of columns, and the constants of a product that sums over so many."""
     n = weight.shape[0]
     constants = {
         "E": n,
@@ -70,6 +77,7 @@ def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int) -> tuple
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "GROUP": GROUP,
+        "EVEN_K": summed % tiles.block_k == 0,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
@@ -78,9 +86,9 @@ def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int) -> tuple
 
 def _product(rows: Tensor, weight: Tensor, slots: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """[N, K] times weight [n, out, K], or transposed [n, K, out] -> [N, out] by slots."""
-    tiles, columns = tiles_of(rows.dtype, WIDE), weight.shape[2 if transposed else 1]
+    tiles, columns = tiles_of(rows.dtype, "product"), weight.shape[2 if transposed else 1]
     out = rows.new_empty(len(slots), columns)
-    tiles_m, tiles_n, constants = _by_rows(weight, slots, tiles, columns)
+    tiles_m, tiles_n, constants = _by_rows(weight, slots, tiles, columns, rows.shape[1])
     strides = (weight.shape[1] * weight.shape[2], *((1, columns) if transposed else (rows.shape[1], 1)))
     kernels.product[(tiles_m * tiles_n,)](
         rows, weight, slots, ends, out, rows.shape[1], columns, tiles_m, tiles_n, *strides, **constants
@@ -104,11 +112,11 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [T, d_model], and the first product's [N, d_in]."""
     x, weights, w_in, w_out = (t.contiguous() for t in (x, weights, w_in, w_out))
-    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
+    f, tiles = w_out.shape[2], tiles_of(x.dtype, "first_product")
     h, act = x.new_empty(len(slots), w_in.shape[1]), x.new_empty(len(slots), f)
     if not len(slots):
         return torch.zeros_like(x), h
-    tiles_m, tiles_n, constants = _by_rows(w_in, slots, tiles, f)
+    tiles_m, tiles_n, constants = _by_rows(w_in, slots, tiles, f, x.shape[1])
     kernels.first_product[(tiles_m * tiles_n,)](
         x, w_in, slots, ends, h, act, x.shape[1], f, tiles_m, tiles_n, w_in.shape[1] * w_in.shape[2], weights.shape[1],
         ACTIVATION=activation, GATED=activation in GATED, **constants,
@@ -129,11 +137,11 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weights, w_in and w_out."""
     dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
-    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
+    f, tiles = w_out.shape[2], tiles_of(x.dtype, "first_backward")
     if not len(slots):
         return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))
     d_h, act = torch.empty_like(h), x.new_empty(len(slots), f)
-    tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f)
+    tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f, x.shape[1])
     partials = torch.empty(tiles_n, len(slots), dtype=torch.float32, device=x.device)
     kernels.first_backward[(tiles_m * tiles_n,)](
         dy, w_out, slots, ends, weights, h, d_h, act, partials, x.shape[1], f, len(slots), tiles_m, tiles_n,
@@ -147,7 +155,7 @@ def launch_backward(
 
 def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, top_k: int, gather_left: bool) -> Tensor:
     """[n_experts, columns of left, columns of right]."""
-    tiles, (m, n) = tiles_of(left.dtype, GRADIENT), (left.shape[1], right.shape[1])
+    tiles, (m, n) = tiles_of(left.dtype, "weight_gradient"), (left.shape[1], right.shape[1])
     out, tiles_n = left.new_empty(len(ends), m, n), cdiv(n, tiles.block_n)
     kernels.weight_gradient[cdiv(m, tiles.block_m) * tiles_n, len(ends)](
         left, right, slots, ends, out, m, n, tiles_n, top_k,

@@ -71,29 +71,76 @@ def _gemm(
     N,
     stride_n,
     stride_k,
+    EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] in fp32: rows of a [., K] times columns of w."""
+    """[BLOCK_M, BLOCK_N] in fp32: rows of a [., K] times columns of w. EVEN_K: K is of whole blocks."""
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     left = a + a_rows[:, None] * K + k[None, :]
     right = w + columns[None, :].to(tl.int64) * stride_n + k[:, None] * stride_k
+    there = (columns < N)[None, :]
     for start in range(0, K, BLOCK_K):
-        within = k < K - start
-        x = tl.load(left, mask=inside[:, None] & within[None, :], other=0.0)
-        y = tl.load(right, mask=within[:, None] & (columns < N)[None, :], other=0.0)
+        if EVEN_K:
+            x = tl.load(left, mask=inside[:, None], other=0.0)
+            y = tl.load(right, mask=there, other=0.0)
+        else:
+            within = k < K - start
+            x = tl.load(left, mask=inside[:, None] & within[None, :], other=0.0)
+            y = tl.load(right, mask=within[:, None] & there, other=0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
         left += BLOCK_K
         right += BLOCK_K * stride_k
     return total
 
 
+@triton.jit
+def _gemm_pair(
+    a,
+    w,
+    a_rows,
+    inside,
+    columns,
+    K,
+    N,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`_gemm` for columns of both halves of w [2 N, K], with one reading of a."""
+    k = tl.arange(0, BLOCK_K)
+    one = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    left = a + a_rows[:, None] * K + k[None, :]
+    upper = w + columns[None, :].to(tl.int64) * K + k[:, None]
+    lower = upper + N.to(tl.int64) * K
+    there = (columns < N)[None, :]
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(left, mask=inside[:, None], other=0.0)
+            y = tl.load(upper, mask=there, other=0.0)
+            z = tl.load(lower, mask=there, other=0.0)
+        else:
+            within = k < K - start
+            x = tl.load(left, mask=inside[:, None] & within[None, :], other=0.0)
+            y = tl.load(upper, mask=within[:, None] & there, other=0.0)
+            z = tl.load(lower, mask=within[:, None] & there, other=0.0)
+        one = tl.dot(x, y, one, input_precision="ieee")
+        other = tl.dot(x, z, other, input_precision="ieee")
+        left += BLOCK_K
+        upper += BLOCK_K
+        lower += BLOCK_K
+    return one, other
+
+
 @jit
 def product(
     a, w, slots, ends, out, K, N, tiles_m, tiles_n, stride_e, stride_n, stride_k,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    E: tl.constexpr, E_POW2: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [slots, N] = rows of a [N, K] times their expert's weight, each row at its slot."""
     pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
@@ -104,7 +151,7 @@ def product(
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         found = _gemm(
             a, w + expert.to(tl.int64) * stride_e, rows.to(tl.int64), inside, columns, K, N, stride_n, stride_k,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         at = tl.load(slots + rows, mask=inside, other=0).to(tl.int64)
         to = out + at[:, None] * N + columns[None, :]
@@ -115,7 +162,8 @@ def product(
 def first_product(
     x, w, slots, ends, h, act, K, F, tiles_m, tiles_n, stride_e, top_k,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    E: tl.constexpr, E_POW2: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """h [N, F or 2 F] = the tokens of the rows times w_in, and its activation act [N, F]."""
     pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
@@ -127,16 +175,17 @@ def first_product(
         tokens = (tl.load(slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
         weight = w + expert.to(tl.int64) * stride_e
         mask = inside[:, None] & (columns < F)[None, :]
-        gate = _gemm(x, weight, tokens, inside, columns, K, F, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
+        to = h + rows.to(tl.int64)[:, None] * (2 * F if GATED else F) + columns[None, :]
+        if GATED:
+            gate, up = _gemm_pair(x, weight, tokens, inside, columns, K, F, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+            up = up.to(h.dtype.element_ty)
+            tl.store(to + F, up, mask=mask)
+        else:
+            gate = _gemm(x, weight, tokens, inside, columns, K, F, K, 1, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
         gate = gate.to(h.dtype.element_ty)
-        width = 2 * F if GATED else F
-        to = h + rows.to(tl.int64)[:, None] * width + columns[None, :]
         tl.store(to, gate, mask=mask)
         found, _ = _activated(gate.to(tl.float32), ACTIVATION)
         if GATED:
-            up = _gemm(x, weight + F.to(tl.int64) * K, tokens, inside, columns, K, F, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
-            up = up.to(h.dtype.element_ty)
-            tl.store(to + F, up, mask=mask)
             found *= up.to(tl.float32)
         tl.store(act + rows.to(tl.int64)[:, None] * F + columns[None, :], found.to(act.dtype.element_ty), mask=mask)
 
@@ -145,7 +194,8 @@ def first_product(
 def first_backward(
     dy, w, slots, ends, weights, h, d_h, act, partials, K, F, n_rows, tiles_m, tiles_n, stride_e, top_k,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    E: tl.constexpr, E_POW2: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of h from dy [T, K]; act = the activation times the row's weight, again; partials [tiles_n, N], whose sum is the
     gradient of the weights."""
@@ -159,7 +209,7 @@ def first_backward(
         factor = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
         d = _gemm(
             dy, w + expert.to(tl.int64) * stride_e, (at // top_k).to(tl.int64), inside, columns, K, F, 1, F,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         mask = inside[:, None] & (columns < F)[None, :]
         width = 2 * F if GATED else F
