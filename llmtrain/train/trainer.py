@@ -68,7 +68,7 @@ class StepTrainer(Trainer):
         }
         self.first_train_batch_complete = True
         self.logger.log_metrics({"trainer/device_train_microbatch_size": self._step.size})
-        self.logger.log_metrics(state.total_loss_dict)
+        self.logger.log_metrics(state.total_loss_dict | result.metrics)
         if ranks > 1:
             arrivals = self._step.arrivals
             self.logger.log_metrics({"ranks/last": arrivals.last, "ranks/lag_seconds": arrivals.lag})
@@ -90,6 +90,8 @@ class StepTrainer(Trainer):
         assert self.state.dataloader is not None
         length = self.state.dataloader_len
         batches = itertools.islice(self.state.dataloader, None if length is None else int(length))
+        if self._step.rollouts is not None:
+            batches = self._step.rollouts.ahead(batches)
         while True:
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)
