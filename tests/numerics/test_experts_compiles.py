@@ -16,22 +16,20 @@ from llmtrain.kernels.platform import shared_limit
 pytestmark = pytest.mark.compile
 POINTERS = {
     "product": ("a", "w", "out"),
-    "first_product": ("x", "w", "h", "act"),
-    "first_backward": ("dy", "w", "h", "d_h", "act"),
     "weight_gradient": ("left", "right", "out"),
 }
-ELSE = {"slots": "*i32", "ends": "*i32", "weights": "*fp32", "partials": "*fp32"}
+ELSE = {"slots": "*i32", "ends": "*i32"}
 ARCHS = ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
 
 
-def compiled(name: str, arch: str, activation: str = "swiglu") -> Any:
+def compiled(name: str, arch: str) -> Any:
     amd = arch.startswith("gfx")
     kernel, tiles = getattr(kernels, name), launch.TILES["amd" if amd else "nvidia"][name]
     names = [parameter.name for parameter in kernel.params]
     constants = {
-        "ACTIVATION": activation,
-        "GATED": activation == "swiglu",
         "GATHER_LEFT": True,
+        "GATHER": True,
+        "SCATTER": True,
         "E": 128,
         "E_POW2": 128,
         "BLOCK_M": tiles.block_m,
