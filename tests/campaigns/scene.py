@@ -67,7 +67,7 @@ READERS = {
     "generate with adapter": Reader(
         ["generate", "hf", "--adapter", "adapter", "--prompt", "the", "--max-new-tokens", "4"], (), ("adapter/*",)
     ),
-    "import adapter": Reader(["import", "adapter", "out", "--base", "hf"], (), ("adapter/*", "hf/config.json")),
+    "import adapter": Reader(["import", "adapter", "out", "--base", "base"], ("base/**",), ("adapter/*",)),
     "export adapter": Reader(["export", "adapted", "out"], (_ADAPTED,)),
     "train adapters": Reader(["train", "adapted.yaml"], (_ADAPTED, _CHECKPOINT), ("adapted.yaml",)),
     "train pairs": Reader(["train", "preferred.yaml"], ("pairs/train/*", "preferred/reference/*"), ("preferred.yaml",)),
@@ -195,6 +195,8 @@ def _adapters_and_pairs(folder: Path, changes: dict[str, Any]) -> None:
 
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained("hf"), LoraConfig(r=2, target_modules=["q_proj"]))
     adapted.save_pretrained("adapter")
+    status, text = command(folder, ["import", "hf", "base"])
+    assert status == 0, text
 
 
 def _texts(folder: Path) -> None:
