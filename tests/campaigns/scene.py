@@ -149,7 +149,7 @@ def make(folder: Path, shards: Path) -> Path:
     _composer(settings["model"])
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in WORDS[:3]))
     Path("foundry.yaml").write_text(FULL)
-    Path("sweep.yaml").write_text("models: [run.yaml]\nprecisions: [fp32]\nsteps: 1\nwarmup: 1\ntimeout: 60\n")
+    Path("sweep.yaml").write_text("models: [not-here.yaml]\nsteps: 1\n")
     stored = {"checkpoint.remote": str(folder / "store"), "train.duration": "4 steps"}
     Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
     for argv in (
