@@ -127,16 +127,21 @@ class _Stage(PipelineStage):
 
     def __init__(self, step: PipelineStep, rows: int, tokens: int):
         model, stages = step.model, step.model.stages
-        hybrid, self.step = model.hybrid, step
+        hybrid, self.step, d_model = model.hybrid, step, model.hybrid.config.d_model
         between = tokens // (1 if hybrid.ranks is None else hybrid.ranks.size)
-        stream = torch.empty(rows, between, hybrid.config.d_model, dtype=hybrid.dtype, device="meta")
+        received, sent = (
+            tuple(
+                torch.empty(rows, between, width, dtype=hybrid.dtype, device="meta") for width in form.channels(d_model)
+            )
+            for form in (hybrid.received, hybrid.sent)
+        )
         super().__init__(
             _Module(),
             stages.rank,
             stages.size,
             model.device,
-            input_args=() if hybrid.begins else (stream,) * (1 + hybrid.receives_embedding),
-            output_args=(torch.empty(1, device="meta"),) if hybrid.ends else (stream,) * (1 + hybrid.sends_embedding),
+            input_args=() if hybrid.begins else received,
+            output_args=(torch.empty(1, device="meta"),) if hybrid.ends else sent,
             group=stages.group,
         )
 

@@ -89,10 +89,12 @@ class StagedLM(CausalLM):
         shape = torch.empty(4, dtype=torch.int64, device=self.device)
         dist.recv(shape, source, group)
         count, *sizes = shape.tolist()
-        tensors = tuple(torch.empty(sizes, dtype=self.hybrid.dtype, device=self.device) for _ in range(count))
+        channels, like = self.hybrid.received.channels(sizes[-1]), {"dtype": self.hybrid.dtype, "device": self.device}
+        assert len(channels) == count, (channels, count)
+        tensors = tuple(torch.empty(*sizes[:-1], width, **like) for width in channels)
         for tensor in tensors:
             dist.recv(tensor, source, group)
-        return tensors[0] if count == 1 else tensors  # type: ignore[return-value]
+        return tensors[0] if count == 1 else tensors
 
     def _shared(self, result: Output) -> Output:
         """Result of the last stage, with its tensors on this rank's device."""
