@@ -1,6 +1,7 @@
 """Error of tasks, documents and models under evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from llmtrain.errors import UserError
@@ -11,6 +12,15 @@ _SHOWN = 5
 
 class EvalError(UserError):
     """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""
+
+
+@contextmanager
+def prefixed(lead: str, *others: type[Exception]) -> Iterator[None]:
+    """Context in which an EvalError, or an exception of the classes `others`, becomes an EvalError that begins with `lead`."""
+    try:
+        yield
+    except (EvalError, *others) as error:
+        raise EvalError(f"{lead}: {str(error) or type(error).__name__}") from None
 
 
 class TaskFailed(EvalError):

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, Literal, get_args, get_type_hints
 
 from llmtrain.config.report import suggest
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 
 Relation = Literal["less than", "at least"]
 
@@ -80,10 +80,8 @@ def _check_argument(name: str, key: str, value: Any, kind: Any) -> None:
         raise EvalError(f"{name}: {key} is {value!r}; expected {expected}")
     if key in ("keyword", "keywords", "forbidden_words", "section_spliter", "postscript_marker"):
         for pattern in texts:
-            try:
+            with prefixed(f"{name}: {key} {pattern!r} is not a regular expression", re.error):
                 re.compile(pattern)
-            except re.error as error:
-                raise EvalError(f"{name}: {key} {pattern!r} is not a regular expression: {error}") from None
 
 
 def check_libraries(instructions: Iterable[Instruction]) -> None:

@@ -22,7 +22,7 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from llmtrain.distributed.world import World, initialize, world_from_environment
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.lm_eval.generation import read_generation
 from llmtrain.eval.prompts.chat import ChatTemplate, chat_template
 from llmtrain.eval.prompts.encode import GenerationLimits, Prompt, encode
@@ -196,10 +196,8 @@ class LlmtrainLM(LM):
         """Fields of a GenerateUntilRequest from the harness's generation_kwargs. Raises EvalError for what is not supported."""
         # The harness seeds torch (--seed).
         seed = (torch.initial_seed() * self._world_size + self._rank) % 2**40
-        try:
+        with prefixed(where):
             limits = read_generation(arguments, (), seed)
-        except EvalError as error:
-            raise EvalError(f"{where}: {error}") from None
         if limits.max_new_tokens >= self.max_length:
             raise EvalError(
                 f"{where}: max_gen_toks is {limits.max_new_tokens}; the model's window of {self.max_length} tokens must hold the "

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.eval.errors import BadDocuments, EvalError
+from llmtrain.eval.errors import BadDocuments, EvalError, prefixed
 from llmtrain.eval.instructions import check_libraries
 from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.prompts import foundry, lm_eval
@@ -68,11 +68,6 @@ class NativeTask(Task):
     def settings(self) -> ConventionSettings:
         return self.config.section(self.convention)
 
-    @property
-    def _plain_continuation(self) -> bool:
-        """True if the task has no template for the continuation."""
-        return self.settings.continuation is None and self.config.continuation is None
-
     def window(self, max_seq_len: int) -> int:
         """Most tokens of context and continuation together.
 
@@ -96,14 +91,12 @@ class NativeTask(Task):
         """Documents of the source, or its examples. bad: takes the reasons of records that make none, by location."""
         templates = DocumentTemplates(self.config, self.source, self.convention)
         made: list[Document] = []
-        try:
+        with prefixed(f"task {self.name}"):
             for record in read_records(self.source, self.base, few_shot=few_shot, bad=bad):
                 try:
                     made.append(templates.document(record, len(made)))
                 except EvalError as error:
                     bad[record.where] = str(error)
-        except EvalError as error:
-            raise EvalError(f"task {self.name}: {error}") from None
         missing = without_reasoning(made)
         bad.update(missing)
         return [one for one in made if one.where not in missing]
@@ -114,12 +107,10 @@ class NativeTask(Task):
 
     def _check_pools(self, documents: Documents[Document], shots: int) -> None:
         contents = [document.content for document in documents.evaluated]
-        try:
+        with prefixed(f"task {self.name}"):
             check_libraries(
                 one for content in contents if isinstance(content, Instructed) for one in content.instructions
             )
-        except EvalError as error:
-            raise EvalError(f"task {self.name}: {error}") from None
         in_pool = documents.examples is None
         one_more = (
             LmEvalWriter(self.settings).excludes_document(in_pool)
@@ -141,7 +132,8 @@ class NativeTask(Task):
         in_pool, everything = documents.examples is None, group_by_category(documents.everything)
         for category, group, pool in self._example_pools(documents):
             if isinstance(self.settings, LmEvalPrompting):
-                writer = LmEvalWriter(self.settings, self._plain_continuation, how.style, how.bad)
+                plain = self.settings.continuation is None and self.config.continuation is None
+                writer = LmEvalWriter(self.settings, plain, how.style, how.bad)
                 encoding = lm_eval.ENCODING
             else:
                 writer, encoding = FoundryWriter(self.settings, how.tokenizer), foundry.ENCODING
@@ -163,11 +155,8 @@ class NativeTask(Task):
         return Metrics(self.metric, values, len(per_document), len(requests), truncated, categories, per_document)
 
     def _scored(self, document: Document, results: Any) -> DocumentMetrics:
-        try:
-            with time_limit(DOCUMENT_SECONDS, "its answer's extraction and comparison"):
-                return process_results(document, results, self.settings)
-        except EvalError as error:
-            raise EvalError(f"{document.where}: {error}") from None
+        with prefixed(document.where), time_limit(DOCUMENT_SECONDS, "its answer's extraction and comparison"):
+            return process_results(document, results, self.settings)
 
 
 def load_task(name: str | Path, convention: str, data_dir: str | Path | None = None) -> NativeTask:

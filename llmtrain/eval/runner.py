@@ -17,7 +17,7 @@ import torch
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.eval.choices import ModelChoice
-from llmtrain.eval.errors import EvalError, TaskFailed
+from llmtrain.eval.errors import EvalError, TaskFailed, prefixed
 from llmtrain.eval.failures import Failures, failed_tasks, failure_line
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import Responses, responses_in_order
@@ -195,11 +195,9 @@ class ModelEvaluation:
         )
         self.window = choice.max_length or settings.max_length or window_of(self.found)
         self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
-        try:
+        with prefixed(self.title):
             PromptTokenizer(self.tokenizer)
             self.style = settings.prompt_style(self.tokenizer, choice)
-        except EvalError as error:
-            raise EvalError(f"{self.title}: {error}") from None
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self._scorer: Scorer | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
-from llmtrain.eval.errors import BadDocuments, EvalError
+from llmtrain.eval.errors import BadDocuments, EvalError, prefixed
 from llmtrain.eval.prompts.chat import PLAIN, PromptStyle
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request, Response
 from llmtrain.eval.prompts.rolling_loglikelihood import rolling_requests
@@ -135,23 +135,10 @@ class Task(ABC):
         return self.measured()[0]
 
     def requests(
-        self,
-        documents: Documents[Any],
-        tokenizer: TextTokenizer,
-        shots: int | None = None,
-        *,
-        max_seq_len: int | None = None,
-        pmi: bool = True,
-        style: PromptStyle = PLAIN,
+        self, documents: Documents[Any], tokenizer: TextTokenizer, shots: int | None = None, **options: Any
     ) -> list[Request]:
-        """Requests to a model, document by document.
-
-        shots: few-shot examples (default: the first of the task's). max_seq_len: tokens that the model reads, needed for
-        perplexities of whole texts only. pmi: False leaves out the requests of PMI scores. style: plain text or a chat template.
-        Raises EvalError for too few examples; BadDocuments, with the requests of the others, for documents with an empty prompt
-        or a continuation without tokens.
-        """
-        return run_steps(self.request_steps(documents, tokenizer, shots, max_seq_len=max_seq_len, pmi=pmi, style=style))
+        """Requests to a model, document by document: those of `request_steps`."""
+        return run_steps(self.request_steps(documents, tokenizer, shots, **options))
 
     def request_steps(
         self,
@@ -163,7 +150,13 @@ class Task(ABC):
         pmi: bool = True,
         style: PromptStyle = PLAIN,
     ) -> Steps[list[Request]]:
-        """Computation of `requests` in steps of some hundred prompts."""
+        """Requests to a model, document by document, computed in steps of some hundred prompts.
+
+        shots: few-shot examples (default: the first of the task's). max_seq_len: tokens that the model reads, needed for
+        perplexities of whole texts only. pmi: False leaves out the requests of PMI scores. style: plain text or a chat template.
+        Raises EvalError for too few examples; BadDocuments, with the requests of the others, for documents with an empty prompt
+        or a continuation without tokens.
+        """
         shots = self.shots[0] if shots is None else shots
         self.check_shots(documents, shots)
         encoder = PromptTokenizer(tokenizer)
@@ -203,10 +196,8 @@ class Task(ABC):
 
     def _named_batches(self, documents: Documents[Any], how: Prompting) -> Iterator[list[Request]]:
         """`_batches`, of which errors name the task."""
-        try:
+        with prefixed(f"task {self.name}"):
             yield from self._batches(documents, how)
-        except EvalError as error:
-            raise EvalError(f"task {self.name}: {error}") from None
 
     def _usable(self, documents: Documents[Any], requests: list[Request], bad: Mapping[int, str]) -> list[Request]:
         """Requests, if no document is bad. bad: reasons by index. Raises BadDocuments with the requests of the other documents."""

@@ -58,13 +58,6 @@ class TaskNames:
             return [*mine, *(one for name in theirs for one in by_name(name, self._index))]
         return list(self._in_index(text))
 
-    def lm_eval(self, text: str) -> Sequence[Leaf | Group]:
-        """Tasks and groups of a path or name in lm-evaluation-harness. Raises EvalError, also for a file of ours."""
-        path = Path(text).expanduser()
-        if path.is_file() or path.suffix in _YAML:
-            return [by_file(path, lambda: self._index_beside(path))]
-        return self._in_index(f"{LM_EVAL}{text.removeprefix(LM_EVAL)}")
-
     def _files(self, path: Path) -> list[Named]:
         """Files of a pattern; of a path without a file, itself: whoever reads it says what there is instead."""
         if not _is_pattern(str(path)):
@@ -77,11 +70,7 @@ class TaskNames:
     def _file(self, path: Path) -> Named:
         if not is_lm_eval_file(path):
             return path
-        return by_file(path, lambda: self._index_beside(path))
-
-    def _index_beside(self, path: Path) -> TaskIndex:
-        """Index for a group's file, whose tasks may be beside it."""
-        return index_of([*self._folders, path.parent])
+        return by_file(path, lambda: index_of([*self._folders, path.parent]))  # a group's tasks may be beside it
 
     def _in_index(self, text: str) -> list[Leaf | Group]:
         index, name = self._index, text.removeprefix(LM_EVAL)

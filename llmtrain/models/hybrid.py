@@ -19,7 +19,7 @@ from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.attached_loss import AttachedLosses, TokenSharers
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import LayerRange, ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
@@ -110,24 +110,42 @@ class HybridLM(nn.Module):
         self.losses: AttachedLosses | None = None
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
-        self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
-        self.received = self.sent = StreamForm()
+        self.spans: list[LayerRange] = [(0, len(self.blocks))]
 
-    def stage(self, first: int, last: int) -> HybridLM:
-        """Layers first .. last - 1 as a model: with the embedding if they are the first, with final norm and head if they are the
-        last, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
+    @property
+    def begins(self) -> bool:
+        """The model's first layer is here; not so in most stages."""
+        return self.spans[0][0] == 0
+
+    @property
+    def ends(self) -> bool:
+        """The model's last layer is here."""
+        return self.spans[-1][1] == len(self.config.layer_list())
+
+    def crossing(self, border: int) -> StreamForm:
+        """What goes from the layers before this one to it and later ones, beside the hidden states."""
+        later = self.config.layer_list()[border:]
+        carries = (self.config.blocks[one.block].carries for one in later)
+        # A value that is replaced before it is read does not go on: its gradient would be none.
+        carried = next((one.reads for one in carries if any(one)), 0)
+        return StreamForm(any(one.shared for one in later), carried)
+
+    def stage(self, *spans: LayerRange) -> HybridLM:
+        """The layers of some spans as a model: with the embedding if the first is among them, with final norm and head if the last
+        is, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
         checkpoints of all stages together are that of the whole. On the meta device, memory is then allocated for the stage alone.
 
-        `forward` reads what it returned for the layers before, and one that is not the last returns a Stream in the form `sent`.
-        Stages that hold the same parameter (a shared block's; the embedding, which a tied head reads) each have a part of its
-        gradient, to be added up.
+        `forward` computes one span. It reads what was returned for the layers before, and for a span that is not the last returns
+        a Stream in the form `crossing` of its end. Stages that hold the same parameter (a shared block's; the embedding, which a
+        tied head reads) each have a part of its gradient, to be added up.
         """
-        assert self.begins and self.ends and 0 <= first < last <= len(self.blocks), f"no layers {first} to {last - 1}"
+        count = len(self.blocks)
+        assert self.begins and self.ends and all(0 <= first < last <= count for first, last in spans), (
+            f"no layers {spans}"
+        )
         part = copy.copy(self)
-        part._modules, part._contexts = dict(self._modules), ContextCache()
-        part.begins, part.ends = first == 0, last == len(self.blocks)
-        part.received, part.sent = (self._stream_before(layer) for layer in (first, last))
-        part.blocks = Selected({i: self.blocks[i] for i in range(first, last)})
+        part._modules, part._contexts, part.spans = dict(self._modules), ContextCache(), list(spans)
+        part.blocks = Selected({i: self.blocks[i] for span in spans for i in range(*span)})
         used = part.shared_uses()
         kept = {
             name: Selected({i: one for i, one in enumerate(copies) if one in used})
@@ -146,14 +164,6 @@ class HybridLM(nn.Module):
                 setattr(part, name, None)
         return part
 
-    def _stream_before(self, layer: int) -> StreamForm:
-        """What a stage that begins with this layer needs; of the whole model nothing."""
-        later = self.config.layer_list()[layer:] if layer else []
-        carries = (self.config.blocks[one.block].carries for one in later)
-        # A value that is replaced before it is read does not go on: its gradient would be none.
-        carried = next((one.reads for one in carries if any(one)), 0)
-        return StreamForm(any(one.shared for one in later), carried)
-
     def split(self, ranks: TensorRanks) -> None:
         """Divide the model, on the meta device, between tensor-parallel ranks: this one keeps its part, under the same names.
 
@@ -169,26 +179,30 @@ class HybridLM(nn.Module):
             for shared in copies:
                 shared.split(ranks)
 
-    def forward(self, inputs: Stream, context: Context) -> Stream:
+    def forward(self, inputs: Stream, context: Context, span: int = 0) -> Stream:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
         [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens. Of a stage, see
         there.
 
-        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
+        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read. span: its
+        number.
         """
+        first, end = self.spans[span]
         x, *further = inputs if isinstance(inputs, tuple) else (inputs,)
-        if self.begins:
+        if first == 0:
             x = self._embedded(x, context)
-        embedding = further.pop(0) if self.received.embedding else x
+        embedding = further.pop(0) if first and self.crossing(first).embedding else x
         carried = further
-        last = len(self.blocks) - 1 if self.ends else None
-        for layer, (block, block_context) in enumerate(zip(self.layer_blocks(), context.blocks, strict=True)):
+        last, before = len(self.config.layer_list()), sum(b - a for a, b in self.spans[:span])
+        here = itertools.islice(zip(self.layer_blocks(), context.blocks, strict=True), before, before + end - first)
+        for layer, (block, block_context) in enumerate(here, first + 1):
             read = carried if block.carries.reads else ()
             x = block(x, embedding, block_context, context.only if layer == last else None, *read)
             if isinstance(x, tuple):
                 x, *carried = x
-        if not self.ends:
-            out = (x, *[embedding] * self.sent.embedding, *carried[: self.sent.carried > 0])
+        if end < last:
+            sent = self.crossing(end)
+            out = (x, *[embedding] * sent.embedding, *carried[: sent.carried > 0])
             return out if len(out) > 1 else x
         x = self.norm(x)
         # The logits' factor: here, so that no form of the loss or of the scores has to know it.

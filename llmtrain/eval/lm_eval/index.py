@@ -48,7 +48,7 @@ class TaskIndex:
         self.unreadable: dict[Path, str] = {}
         self._settings: dict[Path, dict[str, Any]] = {}
         for folder in folders:
-            found = _entries_below(folder)
+            found = (_scan_installed if folder == installed_folder() else _scan)(folder)
             self.entries |= found.entries
             self.unreadable |= found.unreadable
 
@@ -106,15 +106,6 @@ class _Found:
     unreadable: dict[Path, str]
 
 
-def _entries_below(folder: Path) -> _Found:
-    return _installed(folder) if folder == installed_folder() else _scan(folder)
-
-
-@lru_cache(maxsize=1)
-def _installed(folder: Path) -> _Found:
-    return _scan(folder)
-
-
 def _scan(folder: Path) -> _Found:
     entries: dict[str, Entry] = {}
     unreadable: dict[Path, str] = {}
@@ -134,6 +125,9 @@ def _scan(folder: Path) -> _Found:
             for tag in _tags(head.get("tag")):
                 entries.setdefault(tag, Entry(tag, "tag", None)).tasks.add(name)
     return _Found(entries, unreadable)
+
+
+_scan_installed = lru_cache(maxsize=1)(_scan)
 
 
 def _tags(value: Any) -> list[str]:

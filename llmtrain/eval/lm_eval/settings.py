@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from llmtrain.config.report import suggest
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.lm_eval.code import references, refusal
 from llmtrain.eval.lm_eval.generation import read_generation
 from llmtrain.eval.lm_eval.templates import compiled
@@ -114,10 +114,8 @@ def read_settings(data: Mapping[str, Any], file: Path, allow_code: Sequence[Path
     problems += refusal(references(run), allow_code)
     if problems:
         raise EvalError(f"task {name}: {'; '.join(problems)}")
-    try:
+    with prefixed(f"task {name}"):
         return _settings({key: value for key, value in run.items() if value is not None}, file)
-    except EvalError as error:
-        raise EvalError(f"task {name}: {error}") from None
 
 
 @cache
@@ -192,10 +190,9 @@ def _check_templates(data: Mapping[str, Any]) -> None:
     named |= {f"fewshot_config.{key}": data.get("fewshot_config", {}).get(key) for key in _TEMPLATES}
     for key, template in named.items():
         if isinstance(template, str):
-            try:
+            faults = TemplateError, ValueError, SyntaxError, RecursionError, MemoryError
+            with prefixed(f"{key}: not a template", *faults):
                 compiled(template)
-            except (TemplateError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-                raise EvalError(f"{key}: not a template: {str(error) or type(error).__name__}") from None
 
 
 def _generation(data: Mapping[str, Any]) -> GenerationLimits:
@@ -342,10 +339,8 @@ def _check_patterns(key: str, patterns: Any) -> None:
 def _check_pattern(key: str, pattern: Any) -> None:
     if not isinstance(pattern, str):
         raise EvalError(f"{key}: expected a regular expression, found {pattern!r}")
-    try:
+    with prefixed(f"{key}: {pattern!r} is not a regular expression", re.error, OverflowError, RecursionError):
         re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise EvalError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
 
 
 # As results keep them

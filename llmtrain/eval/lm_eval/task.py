@@ -9,14 +9,14 @@ filter's name, but for the filter `none`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
@@ -122,7 +122,7 @@ class LmEvalTask(Task):
         return HarnessTask(self.settings, self.data_dir)
 
     def documents(self, limit: int | None = None) -> Documents[LmEvalDocument]:
-        with self._named():
+        with prefixed(f"task {self.name}"):
             task = self.harness
             records = list(islice(iter(task.eval_docs), limit))
             found = [LmEvalDocument(number, task.where(number), one, task) for number, one in enumerate(records)]
@@ -171,7 +171,7 @@ class LmEvalTask(Task):
 
     def _check_pools(self, documents: Documents[LmEvalDocument], shots: int) -> None:
         if shots:
-            with self._named():
+            with prefixed(f"task {self.name}"):
                 pool = len(self.harness.sampler.df)
             check_pool(self.name, pool, shots, self.harness.excludes_document, None)
 
@@ -208,7 +208,7 @@ class LmEvalTask(Task):
     def metrics(
         self, documents: Documents[LmEvalDocument], requests: Sequence[Request], results: Sequence[Response]
     ) -> Metrics:
-        with self._named():
+        with prefixed(f"task {self.name}"):
             return self._metrics(documents.evaluated, self._responses(documents, requests, results), len(requests))
 
     def _metrics(
@@ -224,7 +224,7 @@ class LmEvalTask(Task):
         hits: list[dict[str, WeightedSum]] = [{} for _ in documents]
         details: list[dict[str, Any]] = []
         for document, some in zip(documents, responses, strict=True):
-            with _failures_of(document):
+            with prefixed(document.where, Exception):
                 details.append(_details(document, some))
         instances = self._filtered(task, documents, responses)
         for chain in self.settings.chains:
@@ -232,7 +232,7 @@ class LmEvalTask(Task):
                 for name, value in self._values(task, document, instances[number], chain).items():
                     values.setdefault(_title(name, chain), []).append(value)
                     function = task.aggregation().get(name, metrics.mean)
-                    with _failures_of(document):
+                    with prefixed(document.where, Exception):
                         if (share := weighted_sum(function, value)) is not None:
                             hits[number][_title(name, chain)] = share
                 if self.settings.generation is not None:
@@ -283,7 +283,7 @@ class LmEvalTask(Task):
 
     def _values(self, task: HarnessTask, document: LmEvalDocument, instances: list[Any], chain: str) -> dict[str, Any]:
         """Values of a document by metric."""
-        with _failures_of(document), self._limit(_FILTER_SECONDS, "metric_list: a metric"):
+        with prefixed(document.where, Exception), self._limit(_FILTER_SECONDS, "metric_list: a metric"):
             return task.process_results(document.record, [one.filtered_resps[chain] for one in instances])
 
     def _answers(self, responses: Sequence[Response]) -> list[list[Any]]:
@@ -294,23 +294,6 @@ class LmEvalTask(Task):
             return [texts * (self.settings.repeats // len(texts))]
         pairs = [(one.log_likelihood, one.greedy) for one in responses if isinstance(one, Loglikelihood)]
         return [[sum(value for value, _ in pairs)]] if self.rolling else [[pair] for pair in pairs]
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Context in which errors name the task."""
-        try:
-            yield
-        except EvalError as error:
-            raise EvalError(f"task {self.name}: {error}") from None
-
-
-@contextmanager
-def _failures_of(document: LmEvalDocument) -> Iterator[None]:
-    """Context in which any exception, also of a task's own code, becomes an EvalError with the document's place."""
-    try:
-        yield
-    except Exception as error:
-        raise EvalError(f"{document.where}: {str(error) or type(error).__name__}") from None
 
 
 def _title(name: str, chain: str) -> str:

@@ -27,37 +27,15 @@ class Turn:
 
 
 def question_turns(
-    question: str,
-    answer: str | None = None,
-    *,
-    prefix: str | None = None,
-    delimiter: str = " ",
-    example_delimiter: str = "",
+    question: str, answer: str | None = None, *, delimiter: str = " ", example_delimiter: str = ""
 ) -> list[Turn]:
     """Turns of a question and its answer, which may be empty, or of a question alone (None).
 
-    prefix: beginning of every answer (gen_prefix), which a question alone has as its last turn. delimiter: between question and
-    answer (target_delimiter). example_delimiter: behind the answer (fewshot_delimiter).
+    delimiter: between question and answer (target_delimiter). example_delimiter: behind the answer (fewshot_delimiter).
     """
-    if prefix:
-        between = delimiter if _touch(question, prefix) else ""
-    else:
-        between = "" if answer is None else delimiter
-    turns = [Turn("user", question, between)]
-    if answer is not None:
-        turns.append(Turn("assistant", joined(prefix or "", answer, " "), example_delimiter))
-    elif prefix:
-        turns.append(Turn("assistant", prefix))
-    return turns
-
-
-def joined(first: str, second: str, delimiter: str) -> str:
-    """Two texts, with a delimiter if both have content and no white space is between them."""
-    return first + (delimiter if first and second and _touch(first, second) else "") + second
-
-
-def _touch(first: str, second: str) -> bool:
-    return bool(first) and not (first[-1:].isspace() or second[:1].isspace())
+    if answer is None:
+        return [Turn("user", question)]
+    return [Turn("user", question, delimiter), Turn("assistant", answer, example_delimiter)]
 
 
 class ChatTemplate:
@@ -122,23 +100,23 @@ class PromptStyle:
 
     def system_turns(self, preamble: str, example_delimiter: str = "\n\n") -> list[Turn]:
         """The system turn, if it has any text."""
-        text = joined(self.system, preamble, example_delimiter)
+        apart = self.system and preamble and not (self.system[-1].isspace() or preamble[0].isspace())
+        text = self.system + (example_delimiter if apart else "") + preamble
         return [Turn("system", text)] if text else []
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """Text up to where the answer begins; a last turn of the assistant is the beginning of it. Raises EvalError."""
+        """Text up to where the answer begins, of turns that end with the user's. Raises EvalError."""
         if self.template is None:
             return "".join(turn.content + turn.delimiter for turn in turns)
         if not self.multiturn:
-            turns = _one_user_turn(turns)
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return self.template.render(messages, continue_final_message=turns[-1].role == "assistant")
+            first = turns[0].role == "system"
+            text = "".join(turn.content + turn.delimiter for turn in turns[first:-1]) + turns[-1].content
+            turns = [*turns[:first], Turn("user", text)]
+        return self.template.render([{"role": turn.role, "content": turn.content} for turn in turns])
 
-    def delimiter(self, delimiter: str, prefix: str | None = None) -> str:
-        """Text between the prompt and a choice: in a template none, unless the answer has a beginning that ends in no space."""
-        if self.template is None or (prefix and not prefix[-1].isspace()):
-            return delimiter
-        return ""
+    def delimiter(self, delimiter: str) -> str:
+        """Text between the prompt and a choice: in a template none."""
+        return delimiter if self.template is None else ""
 
     def as_json(self) -> dict[str, Any] | None:
         """Description for files of results; None for plain text without system text."""
@@ -154,11 +132,3 @@ class PromptStyle:
 
 
 PLAIN = PromptStyle()
-
-
-def _one_user_turn(turns: Sequence[Turn]) -> list[Turn]:
-    """Conversation with one user turn, which holds the text of all turns but the system's and the answer's beginning."""
-    first = 1 if turns[0].role == "system" else 0
-    last = len(turns) - (turns[-1].role == "assistant")
-    text = "".join(turn.content + turn.delimiter for turn in turns[first : last - 1]) + turns[last - 1].content
-    return [*turns[:first], Turn("user", text), *turns[last:]]

@@ -14,7 +14,7 @@ from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.regular_file import read_json
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, end_ids, load_tokenizer, read_generation_config
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 
 if TYPE_CHECKING:
     import torch
@@ -184,10 +184,8 @@ def _unsupported_reason(folder: Path) -> str | None:
     """Reason why llmtrain's own model cannot read this folder; None if it can."""
     from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 
-    try:
+    with prefixed(f"{folder / 'config.json'} cannot be read", OSError, ValueError):
         config = read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise EvalError(f"{folder / 'config.json'} cannot be read: {error}") from None
     try:
         family_of_hf_config(config).read_config(config)
     except UnsupportedModelError as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from llmtrain.eval.errors import EvalError
+from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.instructions import Instruction, read_instruction
 from llmtrain.eval.tasks.config import TEMPLATES, Convention, TaskConfig
 from llmtrain.eval.tasks.sections import Source
@@ -75,22 +75,18 @@ class AnyDocument(Protocol):
     @property
     def index(self) -> int:
         """Position among the task's documents, from 0; identifies the document in requests."""
-        ...
 
     @property
     def where(self) -> str:
         """File and line of its record."""
-        ...
 
     @property
     def record(self) -> Mapping[str, Any]:
         """The source's fields."""
-        ...
 
     @property
     def text(self) -> str:
         """The document with its right answer as plain text, without examples."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -179,10 +175,8 @@ class DocumentTemplates:
                 return Instructed(self._some_text("context", names), self._instructions(names))
 
     def _text(self, name: str, names: dict[str, Any]) -> str:
-        try:
+        with prefixed(f"`{name}`"):
             return self._templates[name][0].text(names)
-        except EvalError as error:
-            raise EvalError(f"`{name}`: {error}") from None
 
     def _some_text(self, name: str, names: dict[str, Any]) -> str:
         text = self._text(name, names)
@@ -195,18 +189,14 @@ class DocumentTemplates:
         if self._convention != "foundry":
             return None
         [template] = self._templates["chain_of_thought"]
-        try:
+        with prefixed("`chain_of_thought`"):
             return None if template.value(names) is None else template.text(names)
-        except EvalError as error:
-            raise EvalError(f"`chain_of_thought`: {error}") from None
 
     def _list(self, name: str, names: dict[str, Any]) -> list[Any]:
         values: list[Any] = []
         for template in self._templates[name]:
-            try:
+            with prefixed(f"`{name}`"):
                 value = template.value(names)
-            except EvalError as error:
-                raise EvalError(f"`{name}`: {error}") from None
             values += value if isinstance(value, list | tuple) else [value]
         return values
 
@@ -238,10 +228,8 @@ class DocumentTemplates:
         return tuple(values)
 
     def _gold(self, names: dict[str, Any], alternatives: tuple[str, ...]) -> int:
-        try:
+        with prefixed("`gold`"):
             value = self._templates["gold"][0].value(names)
-        except EvalError as error:
-            raise EvalError(f"`gold`: {error}") from None
         labels = self._task.labels
         if labels is not None and not isinstance(value, bool) and str(value) in labels:
             number = labels.index(str(value))
