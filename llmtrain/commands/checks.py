@@ -36,7 +36,7 @@ def load_runnable(
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
-        Check(_parameter_problems, reads=("model", "adapt", "optimizer")),
+        Check(_parameter_problems, reads=("model", "adapt", "optimizer", "data", "train")),
         Check(_float8_problems, reads=("model", "train")),
         Check(_in_context_problems, reads=("eval",)),
         Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
@@ -45,7 +45,7 @@ def load_runnable(
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
-    problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
+    problems = [*prepare_problems(config)] or [*check_streams(config.data, config.samples_per_step)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
     problems = problems or [*record_problems(config.data, config.objective)]
     if config.objective.trained_only and not problems:
@@ -67,7 +67,7 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
     if config.data.mixture:
         from llmtrain.data.loader.mixture import mixture_problems  # imports numpy
 
-        duration, batch = config.train.duration, config.train.global_batch_size
+        duration, batch = config.train.duration, config.samples_per_step
         epoch = steps_per_epoch(config.data, batch)
         length = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": epoch, "total_steps": None}
         known = duration.unit != "epochs" or epoch is not None
@@ -77,7 +77,7 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
 
 def _epoch_problems(config: Config) -> Iterator[Problem]:
     """Problems of lengths in epochs, where the data is here; those of other lengths keep a config from being one."""
-    yield from schedule_problems(config, steps_per_epoch(config.data, config.train.global_batch_size))
+    yield from schedule_problems(config, steps_per_epoch(config.data, config.samples_per_step))
 
 
 def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
@@ -98,6 +98,7 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.groups or config.adapt is not None:
         from llmtrain.adapt.base import meta_model  # imports torch
         from llmtrain.models.parameters import parameter_info
+        from llmtrain.plan.stages import stage_spans, untrained
         from llmtrain.schema.parameter_groups import group_problems
 
         try:
@@ -106,6 +107,15 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
             yield Problem("adapt", None, str(error))
             return
         yield from group_problems(config.optimizer, parameter_info(model).values())
+        parallel = config.train.parallel
+        if config.adapt is not None and parallel.pipeline > 1:
+            spans_of = stage_spans(
+                meta_model(config.model), config.data.seq_len, parallel.pipeline, parallel.virtual_stages
+            )
+            for stage in untrained(model, spans_of):
+                layers = ", ".join(f"{first} to {last - 1}" for first, last in spans_of[stage])
+                text = f"makes a stage {stage} of layers {layers}, of which adapt trains nothing; use fewer stages, or more targets"
+                yield Problem("train.parallel.pipeline", parallel.pipeline, text)
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

@@ -45,6 +45,9 @@ Block = Annotated[
     Field(discriminator="type"),
 ]
 
+LayerRange = tuple[int, int]
+"""Consecutive layers of a model: the first, and the one behind the last."""
+
 
 class InitConfig(Section):
     """Weights are normal around 0; projections that end in the residual stream, or beside it in a mixer's input, shrink with

@@ -19,7 +19,7 @@ from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.attached_loss import AttachedLosses, TokenSharers
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import LayerRange, ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
@@ -97,25 +97,38 @@ class HybridLM(nn.Module):
         self.losses: AttachedLosses | None = None
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
-        self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
-        self.receives_embedding = self.sends_embedding = False
+        self.spans: list[LayerRange] = [(0, len(self.blocks))]
 
-    def stage(self, first: int, last: int) -> HybridLM:
-        """Layers first .. last - 1 as a model: with the embedding if they are the first, with final norm and head if they are the
-        last, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
+    @property
+    def begins(self) -> bool:
+        """The model's first layer is here; not so in most stages."""
+        return self.spans[0][0] == 0
+
+    @property
+    def ends(self) -> bool:
+        """The model's last layer is here."""
+        return self.spans[-1][1] == len(self.config.layer_list())
+
+    def embedding_crosses(self, border: int) -> bool:
+        """True if a shared block of this layer or a later one reads the embeddings, which then go along with the hidden states."""
+        return any(layer.shared for layer in self.config.layer_list()[border:])
+
+    def stage(self, *spans: LayerRange) -> HybridLM:
+        """The layers of some spans as a model: with the embedding if the first is among them, with final norm and head if the last
+        is, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
         checkpoints of all stages together are that of the whole. On the meta device, memory is then allocated for the stage alone.
 
-        `forward` reads what it returned for the layers before, and a stage that is not the last returns its hidden states
-        [batch, T, d_model], beside the embeddings where a later layer's shared block reads them. Stages that hold the same
-        parameter (a shared block's; the embedding, which a tied head reads) each have a part of its gradient, to be added up.
+        `forward` computes one span. It reads what was returned for the layers before, and for a span that is not the last returns
+        hidden states [batch, T, d_model], beside the embeddings where a later layer's shared block reads them. Stages that hold the
+        same parameter (a shared block's; the embedding, which a tied head reads) each have a part of its gradient, to be added up.
         """
-        assert self.begins and self.ends and 0 <= first < last <= len(self.blocks), f"no layers {first} to {last - 1}"
+        count = len(self.blocks)
+        assert self.begins and self.ends and all(0 <= first < last <= count for first, last in spans), (
+            f"no layers {spans}"
+        )
         part = copy.copy(self)
-        part._modules, part._contexts = dict(self._modules), ContextCache()
-        part.begins, part.ends = first == 0, last == len(self.blocks)
-        shared_later = [any(layer.shared for layer in self.config.layer_list()[end:]) for end in (first, last)]
-        part.receives_embedding, part.sends_embedding = shared_later[0] and not part.begins, shared_later[1]
-        part.blocks = Selected({i: self.blocks[i] for i in range(first, last)})
+        part._modules, part._contexts, part.spans = dict(self._modules), ContextCache(), list(spans)
+        part.blocks = Selected({i: self.blocks[i] for span in spans for i in range(*span)})
         used = part.shared_uses()
         kept = {
             name: Selected({i: one for i, one in enumerate(copies) if one in used})
@@ -148,23 +161,26 @@ class HybridLM(nn.Module):
             for shared in copies:
                 shared.split(ranks)
 
-    def forward(self, inputs: Stream, context: Context) -> Stream:
+    def forward(self, inputs: Stream, context: Context, span: int = 0) -> Stream:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
         [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens. Of a stage, see
         there.
 
-        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
+        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read. span: its
+        number.
         """
-        if self.begins:
+        first, end = self.spans[span]
+        if first == 0:
             assert isinstance(inputs, Tensor)
             x = embedding = self._embedded(inputs, context)
         else:
             x, embedding = inputs if isinstance(inputs, tuple) else (inputs, inputs)
-        last = len(self.blocks) - 1 if self.ends else None
-        for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
+        last, before = len(self.config.layer_list()), sum(b - a for a, b in self.spans[:span])
+        here = itertools.islice(zip(self.blocks, context.blocks, strict=True), before, before + end - first)
+        for layer, (block, block_context) in enumerate(here, first + 1):
             x = block(x, embedding, block_context, context.only if layer == last else None)
-        if not self.ends:
-            return (x, embedding) if self.sends_embedding else x
+        if end < last:
+            return (x, embedding) if self.embedding_crosses(end) else x
         x = self.norm(x)
         # The logits' factor: here, so that no form of the loss or of the scores has to know it.
         return multiplied(x, self.config.logit_multiplier)

@@ -254,7 +254,7 @@ def _memory(d: Description, config: Config) -> Table:
 def _stages(d: Description) -> Table:
     table = _table("Stages", "layers", "FLOPs", "parameters", "memory per GPU")
     for stage in d.stages:
-        layers = f"{stage.first} to {stage.last - 1}" if stage.last - stage.first > 1 else str(stage.first)
+        layers = ", ".join(f"{a} to {b - 1}" if b - a > 1 else str(a) for a, b in stage.spans)
         size = binary(stage.memory)
         too_much = d.gpu_memory is not None and stage.memory > d.gpu_memory
         row = (share(stage.share, 1), f"{stage.parameters:,}", f"[red]{size}, too much[/]" if too_much else size)

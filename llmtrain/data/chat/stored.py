@@ -8,7 +8,7 @@ from pathlib import Path
 from llmtrain.config.base import Problem
 from llmtrain.data.tokenize.end_of_document import stream_manifest
 from llmtrain.errors import UserError
-from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.objectives.section import ObjectiveSection
 from llmtrain.schema.data import DataConfig
 
 
@@ -21,7 +21,11 @@ def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[P
                 continue
             manifest = stream_manifest(stream)
             chat = (manifest or {}).get("inputs", {}).get("chat")
-            if reason := objective.records_refusal(chat and chat["format"]):
+            packing = (manifest or {}).get("inputs", {}).get("packing")
+            reason = objective.records_refusal(chat and chat["format"])
+            if packing is not None and objective.packing not in (None, packing):
+                reason = f"is packed ({packing}); `llmtrain prepare` makes samples of one prompt with packing: {objective.packing}"
+            if reason:
                 path = "data.prepare" if data.prepare is not None else f"data.{split}.streams.{name}"
                 if stream.local not in named or data.prepare is None:  # both splits of prepare's are one folder
                     yield Problem(path, stream.local, reason)

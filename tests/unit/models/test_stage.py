@@ -39,7 +39,7 @@ def built(model: HybridLM) -> HybridLM:
 
 def staged(model: HybridLM, cuts: Sequence[int]) -> list[HybridLM]:
     borders = [0, *cuts, len(model.blocks)]
-    return [model.stage(*borders[i : i + 2]) for i in range(len(borders) - 1)]
+    return [model.stage((borders[i], borders[i + 1])) for i in range(len(borders) - 1)]
 
 
 def loss_of(stages: Sequence[HybridLM], apart: bool = False) -> torch.Tensor:
