@@ -254,8 +254,8 @@ POOLED = [name for name in PEERS if name not in UNPOOLED]
 """Classes with an auxiliary loss."""
 
 
-def cases(name: str) -> list[Any]:
-    return hf.cases(f"{name} experts", PEERS[name].draw, PEERS[name].config)
+def case_of(name: str, number: int) -> hf.Case:
+    return hf.random_case(f"{name} experts", PEERS[name].draw, PEERS[name].config, number)
 
 
 def random_peer(name: str, case: Any) -> Any:
@@ -270,17 +270,9 @@ def random_peer(name: str, case: Any) -> Any:
     return peer
 
 
-def every_case() -> list[Any]:
-    """One case in three; the others are slow tests."""
-    return [
-        pytest.param(name, *case.values, id=case.id, marks=[pytest.mark.slow] if i % 3 else [])
-        for name in PEERS
-        for i, case in enumerate(cases(name))
-    ]
-
-
-@pytest.mark.parametrize(("name", "case"), every_case())
-def test_same_function_and_back(name, case):
+@hf.every_case(PEERS)
+def test_same_function_and_back(name, number):
+    case = case_of(name, number)
     peer = random_peer(name, case)
     ours, family = hf.ours_in_memory(peer), family_of_hf_config({"model_type": name})
     hf.assert_same_function(family, ours, peer, case)
@@ -290,7 +282,7 @@ def test_same_function_and_back(name, case):
 @pytest.mark.parametrize("name", PEERS)
 def test_through_folders(name, tmp_path):
     """save_pretrained -> ours -> a folder -> from_pretrained."""
-    (case,) = cases(name)[7].values
+    case = case_of(name, 7)
     peer = random_peer(name, case)
     for buffer_name, buffer in peer.named_buffers():
         if buffer_name.endswith("balancing_biases"):
@@ -302,7 +294,7 @@ def test_through_folders(name, tmp_path):
 @pytest.mark.parametrize("number", [0, 1, 2, 9, 20])
 @pytest.mark.parametrize("name", POOLED)
 def test_same_auxiliary_loss_and_its_gradients(name, number):
-    (case,) = cases(name)[number].values
+    case = case_of(name, number)
     peer = random_peer(name, case)
     ours, tokens = hf.ours_in_memory(peer), hf.tokens_of(case, 19)
     found = CausalLM(ours).loss(tokens, tokens)
@@ -344,7 +336,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
 def test_rejects_options_that_are_not_here_by_name(name, changes, reason):
-    (case,) = cases(name)[0].values
+    case = case_of(name, 0)
     published = hf.published_config(case.config)
     if "hybrid_override_pattern" in changes:
         published.pop("layers_block_type", None)

@@ -29,6 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain, full": {},
 }
 """Features by the name that rows of the tuning table have, causal but for those that end in `full`."""
+OTHERS = (
+    AttentionSpec(64, 8, 64, 64**-0.5, sinks=True),
+    AttentionSpec(64, 8, 64, 64**-0.5, sliding_window=128, sinks=True),
+    AttentionSpec(16, 16, 192, 192**-0.5, value_dim=128),
+)
+"""Layers of published models with what has no rows: sinks (gpt-oss), values of another width than keys (DeepSeek-V2-Lite)."""
 _BLOCK = 2048
 """Queries whose scores in float64 exist at a time."""
 
@@ -106,7 +112,8 @@ class Attention(Operation):
         spec = shape.spec
         if shape.variant is not None:
             return f"head_dim {spec.head_dim}" + f" {shape.variant}" * (shape.variant != "plain")
-        return f"{spec.n_heads} on {spec.n_kv_heads} x {spec.head_dim} {features(spec)}"
+        width = f"/{spec.width}" if spec.width != spec.head_dim else ""
+        return f"{spec.n_heads} on {spec.n_kv_heads} x {spec.head_dim}{width} {features(spec)}"
 
     def shapes(self, tiny: bool) -> Iterator[Shape]:
         if tiny:
@@ -117,6 +124,8 @@ class Attention(Operation):
         for head_dim, variant in [(64, "plain"), (128, "plain"), *others]:
             for seq_len in base.LENGTHS:
                 yield self.sized(head_dim, seq_len, variant)
+        for spec, seq_len in itertools.product(OTHERS, base.LENGTHS):
+            yield Shape(spec, max(1, base.TOKENS // seq_len), seq_len)
 
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         spec = AttentionSpec(4, 4, 64, 0.125, dtype=dtype)
