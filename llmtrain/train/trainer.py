@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from composer import Trainer
-from composer.core import Event, TrainerMode
+from composer.core import Engine, Event, TrainerMode
 
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch
@@ -29,6 +29,17 @@ class StepTrainer(Trainer):
     def __init__(self, step: Step, **settings: Any):
         super().__init__(**settings)
         self._step = step
+
+    @property
+    def engine(self) -> Engine:
+        """Composer's, without the passes that order algorithms: there are none, and the passes import what any could need,
+        half of transformers and torchao among it."""
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        engine.algorithm_passes = []
+        self._engine = engine
 
     def _train_batch(self, use_grad_scaling: bool) -> Any:
         """Take a step. Returns None, for Composer would wait for losses: they are logged, and set for callbacks, here."""
