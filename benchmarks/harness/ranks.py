@@ -47,6 +47,13 @@ def on_ranks(nproc: int, program: str, *arguments: str, log: Path | None = None)
     return json.loads(ranks[0].communicate()[0].splitlines()[-1])
 
 
+def in_process(program: str, *arguments: str) -> dict[str, Any]:
+    """JSON object that `python -m benchmarks PROGRAM --in-process ARGUMENTS` prints last; `failed` where it fails."""
+    command = [sys.executable, "-m", "benchmarks", program, "--in-process", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return {"failed": f"status {done.returncode}"} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
+
 class Training:
     """A model as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of `llmtrain train`.
 

@@ -18,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -82,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_bubbles(rows: list[dict[str, Any]], numbers: list[int], config: Config) -> list[dict[str, Any]]:
     """Rows of so many microbatches each with the share of the passes in which a stage waits, measured and by the schedule."""
-    parallel, passes = config.train.parallel, [row["passes_s"] for row in rows]
+    parallel = config.train.parallel
     if parallel.pipeline == 1 or len(numbers) < 2:
         return rows
+    passes = [row["passes_s"] for row in rows]
     each = (passes[-1] - passes[0]) / (numbers[-1] - numbers[0])
     idle = (parallel.pipeline - 1) / parallel.virtual_stages
     return [
@@ -101,6 +101,7 @@ def steps_of(
     import torch
     import torch.distributed as dist
 
+    from benchmarks.harness.models import clock
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.plan.memory import estimate_memory, stage_memories
     from llmtrain.plan.parameters import parameter_sizes
@@ -118,26 +119,24 @@ def steps_of(
     ids = torch.randint(config.model.vocab_size, (size * per_group, length))
     part = made.own(ids, ids.roll(-1, 1)) if microbatches is None else {}
     gpu = made.device.type == "cuda"
-    synchronize(made.device)
     if gpu:
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds, passes, losses = [], [], []
     for step in range(warmup + count):
-        synchronize(made.device)
-        began = time.perf_counter()
+        began = clock()
         if microbatches is None:
             losses.append(float(made.step(part)))
         else:
             losses.append(float(made.accumulate(ids)))
-            synchronize(made.device)
-            passes.append(time.perf_counter() - began)
+            passes.append(clock() - began)
             made.update()
-        synchronize(made.device)
+        took = clock() - began
         if step == 0 and gpu:  # before the optimizer had its state
             torch.cuda.reset_peak_memory_stats()
         if step >= warmup or not count:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(took)
     per_gpu = ids.numel() * made.world.data_size / made.world.size / statistics.median(seconds)
     peaks: list[float | None] = [None] * made.world.size
     dist.all_gather_object(peaks, torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
@@ -199,6 +198,7 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.harness.models import clock
     from llmtrain.kernels import registry
     from llmtrain.kernels.platform import detect
     from llmtrain.kernels.ssd.spec import SSDSpec
@@ -231,12 +231,10 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
 
     def run() -> float:
         dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
+        began = clock()
         for _ in range(SCANS):
             layer(x, dt, B, C).backward(ones)
-        synchronize(device)
-        return (time.perf_counter() - began) / SCANS
+        return (clock() - began) / SCANS
 
     def copied(own: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         return torch.cat([own] * world.size)
@@ -252,10 +250,3 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
         "without_communication_ms": 1e3 * apart,
         "exposed_percent": 100 * (1 - apart / together),
     }
-
-
-def synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
