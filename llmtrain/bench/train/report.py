@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.flops.units import decimal
+from llmtrain.pictures import new_figure, save_figure
 
 COLUMNS = {
     "Model": lambda r: r["model"],
@@ -58,10 +59,8 @@ def as_markdown(results: Sequence[Result], facts: str) -> str:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Tokens per second and GPU of every result, bars of one model side by side."""
-    from matplotlib.figure import Figure
-
     good = [result for result in results if "error" not in result]
-    figure = Figure(figsize=(9, 0.6 + 0.35 * len(good)), layout="constrained")
+    figure = new_figure(9, 0.6 + 0.35 * len(good))
     axes = figure.subplots()
     names = [result["name"] for result in good]
     rates = [result["tokens_per_second_per_gpu"] for result in good]
@@ -76,7 +75,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlabel("tokens per second and GPU")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _percent(share: float | None) -> str:

@@ -1,8 +1,11 @@
-"""Files that appear whole, and Markdown tables."""
+"""Files that appear whole, and tables in Markdown and CSV."""
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmtrain.config.output_folder import replace_file
 
@@ -28,3 +31,9 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers:
     lines = ["| " + " | ".join(row) + " |" for row in escaped]
     rule = "| ---: " if numbers else "| --- "
     return [lines[0], "| --- " + rule * (len(heads) - 1) + "|", *lines[1:]]
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,10 +1,8 @@
 """Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
-import csv
-import io
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,11 @@ from llmtrain import __version__
 from llmtrain.config.checksums import checksum, encode_json
 from llmtrain.eval.report import long_table
 from llmtrain.eval.report.document_scores import encode_lines
-from llmtrain.eval.report.files import file_name, markdown_table, write_file, write_text
+from llmtrain.eval.report.files import csv_text, file_name, markdown_table, write_file, write_text
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
 from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
-from llmtrain.eval.report.metrics import Estimate, Metrics, is_share
+from llmtrain.eval.report.metrics import Estimate, Failure, Result, is_share
+from llmtrain.pictures import new_figure, save_figure
 
 RESULTS = "results.json"
 DOCUMENTS = "documents"
@@ -34,39 +33,6 @@ MEANINGS = {
     "exact_match": "the answer is one of the right ones",
 }
 """Explanations of metrics; in parentheses their names in lm-evaluation-harness."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One cell of the table.
-
-    path: the model's folder. title: the task with its shots. asked: documents for which the model was run; responses for the others
-    were stored. seconds: time of these runs. skipped: reasons of documents that were left out, by location. style: the chat
-    template and its settings (PromptStyle.as_json); None: plain text. task_settings: Task.described.
-    """
-
-    model: str
-    path: str
-    task: str
-    shots: int
-    title: str
-    convention: str
-    dtype: str
-    metrics: Metrics
-    seconds: float
-    asked: int
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    style: Mapping[str, Any] | None = None
-    task_settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Task that was not evaluated, by the models of these titles. title: the task with its shots."""
-
-    title: str
-    reason: str
-    models: list[str]
 
 
 @dataclass(frozen=True)
@@ -256,14 +222,14 @@ def as_csv(report: Report) -> str:
 
     Tasks of which documents were left out have another column, with their number.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
     columns = [f"{title} {report.metric(title)}" for title in report.titles]
     averages = list(next(iter(report.scores.values())).averages) if report.scores else []
     heads = [*columns, *(f"gauntlet {name}" for name in averages)]
     gaps = [title for title in report.titles if any(one.skipped for one in report.results if one.title == title)]
     lacking = [f"{title} skipped" for title in gaps]
-    table.writerow(["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr")), *lacking])
+    table: list[list[Any]] = [
+        ["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr")), *lacking]
+    ]
     for model in report.models:
         results = {title: report.cell(model, title) for title in report.titles}
         found = [one and one.metrics.score for one in results.values()]
@@ -271,17 +237,13 @@ def as_csv(report: Report) -> str:
         found += [scores and scores.averages[name] for name in averages]
         cells = [(one.value, "" if one.stderr is None else one.stderr) if one else ("", "") for one in found]
         skipped = [len(one.skipped) if (one := results[title]) else "" for title in gaps]
-        table.writerow([model, report.results[0].convention, *(cell for pair in cells for cell in pair), *skipped])
-    return text.getvalue()
+        table.append([model, report.results[0].convention, *(cell for pair in cells for cell in pair), *skipped])
+    return csv_text(table)
 
 
 def as_long_csv(report: Report) -> str:
     """Table with one row per model, task, category and metric, unrounded."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(long_table.COLUMNS)
-    table.writerows(long_rows(report))
-    return text.getvalue()
+    return csv_text([long_table.COLUMNS, *long_rows(report)])
 
 
 def long_rows(report: Report) -> list[long_table.Row]:
@@ -301,16 +263,15 @@ def long_rows(report: Report) -> list[long_table.Row]:
 
 def draw(report: Report, path: Path) -> Path | None:
     """Draw a bar chart of accuracies with standard errors, models side by side. None if there is no accuracy."""
-    titles = [title for title in report.titles if is_share(report.metric(title), *_scores(report, title))]
+    scores = {
+        title: [one.metrics.score.value for one in report.results if one.title == title] for title in report.titles
+    }
+    titles = [title for title in report.titles if is_share(report.metric(title), *scores[title])]
     if not titles:
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     width = 0.8 / len(report.models)
-    figure, axes = plt.subplots(figsize=(max(6.0, 1.2 * len(titles) + 2), 4.2), constrained_layout=True)
+    figure = new_figure(max(6.0, 1.2 * len(titles) + 2), 4.2)
+    axes = figure.subplots()
     for number, model in enumerate(report.models):
         cells = [(place, cell) for place, title in enumerate(titles) if (cell := report.cell(model, title))]
         found = [cell.metrics.score for _, cell in cells]
@@ -322,14 +283,7 @@ def draw(report: Report, path: Path) -> Path | None:
     axes.set(ylabel="percent", ylim=(0, 100), title=f"{report.name} ({report.results[0].convention} convention)")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return write_file(path, picture.getvalue())
-
-
-def _scores(report: Report, title: str) -> list[float]:
-    return [one.metrics.score.value for one in report.results if one.title == title]
+    return save_figure(figure, path)
 
 
 def truncation_note(result: Result) -> str:
