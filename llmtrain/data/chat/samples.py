@@ -88,7 +88,7 @@ class ChatSettings:
         if number == len(chat.messages) - 1:
             return before, text
         upto, _ = self.template.render(chat.messages[: number + 1], tools=chat.tools)
-        begin, end = _common(before, text), _common(upto, text)
+        begin, end = common_length(before, text), common_length(upto, text)
         content = chat.messages[number].get("content")
         if begin >= end or (isinstance(content, str) and content.strip() not in text[begin:end]):
             raise ChatFault(
@@ -98,16 +98,16 @@ class ChatSettings:
         return before, upto
 
 
-def _common(a: Any, b: Any) -> int:
-    """Length of the longest common prefix of two sequences."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size
-    low, high = 0, size  # the first `low` are equal, the first `high` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
-    return low
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two sequences, by bisection."""
+    equal, different = 0, min(len(a), len(b)) + 1
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        if a[equal:middle] == b[equal:middle]:
+            equal = middle
+        else:
+            different = middle
+    return equal
 
 
 class SampleEncoder:
@@ -128,7 +128,7 @@ class SampleEncoder:
     def _sample(self, one: Rendering, whole: Encoding, prefixes: list[list[int]]) -> Sample:
         ids = whole.ids
         if one.turns:
-            begins, ends = (([_common(prefix, ids) for prefix in prefixes[part::2]]) for part in (0, 1))
+            begins, ends = (([common_length(prefix, ids) for prefix in prefixes[part::2]]) for part in (0, 1))
         else:
             begins, ends = _tokens_of(whole, one.answers)
         trained = self._trained(len(ids), begins, ends)

@@ -1,11 +1,11 @@
 """Results as a long table: one row per model, task, category and metric. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores
-from llmtrain.eval.report.metrics import Estimate, Metrics
+from llmtrain.eval.report.metrics import Metrics
 
 COLUMNS = ("model", "task", "shots", "category", "metric", "value", "stderr", "n")
 """n: number of documents. category: empty in rows of a whole task."""
@@ -19,7 +19,7 @@ def task_rows(model: str, task: str, shots: int, metrics: Metrics) -> Iterator[R
     parts = [("", metrics.values, metrics.documents)]
     parts += [(name, values, sizes[name]) for name, values in metrics.categories.items()]
     for category, values, count in parts:
-        for metric, estimate in _headline_first(values, metrics.headline):
+        for metric, estimate in sorted(values.items(), key=lambda pair: pair[0] != metrics.headline):
             yield [model, task, shots, category, metric, estimate.value, estimate.stderr, count]
 
 
@@ -32,7 +32,3 @@ def gauntlet_rows(model: str, gauntlet: Gauntlet, scores: GauntletScores) -> Ite
         sizes[name] = sum(sizes[member] for member in members)
     for name, value in (scores.averages | scores.categories).items():
         yield [model, f"gauntlet {gauntlet.name}", None, name, "score", value.value, value.stderr, sizes[name]]
-
-
-def _headline_first(values: Mapping[str, Estimate], headline: str) -> list[tuple[str, Estimate]]:
-    return sorted(values.items(), key=lambda pair: pair[0] != headline)
