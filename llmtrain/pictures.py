@@ -19,12 +19,13 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Figure, path: Path, dpi: int = 120) -> Path:
+def save_figure(figure: Figure, path: Path, dpi: int = 120, make_folder: bool = False) -> Path:
     """Write a figure in the format of the file's name. Raises OutputError where it cannot be written."""
     content = io.BytesIO()
     figure.savefig(content, dpi=dpi, format=path.suffix.lower().removeprefix("."))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.getvalue())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

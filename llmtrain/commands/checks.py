@@ -10,9 +10,15 @@ from pathlib import Path
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import (
+    check_streams,
+    check_trained,
+    check_vocabulary,
+    record_problems,
+    steps_per_epoch,
+    stream_samples,
+)
 from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config

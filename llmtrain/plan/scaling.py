@@ -221,4 +221,4 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
     axes.set_ylabel("% of one GPU's tokens/s kept")
     axes.set_title(f"{title}: predicted")
     axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    save_figure(figure, path, make_folder=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.config.base import Duration
-from llmtrain.convert.foundry.durations import in_steps, same_length, take_duration
+from llmtrain.convert.foundry.run import in_steps, same_length, take_duration
 from llmtrain.convert.foundry.settings import Settings
 
 _WHOLE = Duration(1.0, "fraction")

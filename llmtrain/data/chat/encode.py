@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder, rendering_of
-from llmtrain.data.shards.token_flags import ENDS, TRAINED, with_flags
+from llmtrain.data.shards.packing import ENDS, TRAINED, with_flags
 from llmtrain.data.sources.records import Pieces
 from llmtrain.data.tokenize.encode import DocumentMarks, EncodedBatch, held_out
 

@@ -24,7 +24,7 @@ def draw_lengths(sources: Sequence[SourceStatistics], path: Path) -> None:
             axes.stairs(counts / counts.sum(), edges, label=plain(one.name), linewidth=1.5)
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def draw_frequencies(sources: Sequence[SourceStatistics], path: Path) -> None:
@@ -37,7 +37,7 @@ def draw_frequencies(sources: Sequence[SourceStatistics], path: Path) -> None:
             axes.plot(ranks, counts[ranks - 1] / counts.sum(), label=plain(one.name), linewidth=1.5)
     axes.set(xscale="log", yscale="log")
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def draw_shares(names: Sequence[str], first: int, counts: NDArray[np.int64], path: Path) -> None:
@@ -50,7 +50,7 @@ def draw_shares(names: Sequence[str], first: int, counts: NDArray[np.int64], pat
         axes.stairs(shares[:, number], first - 0.5 + borders, label=plain(name), linewidth=1.5)
     axes.set_ylim(0, 1)
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def _axes(x: str, y: str) -> tuple[Figure, Any]:
