@@ -1,13 +1,12 @@
 """The results of a sweep as a table with LLM Foundry's columns, as CSV and as a picture."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmtrain.flops.units import decimal
 from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 COLUMNS = {
     "Model": lambda r: r["model"],
@@ -40,16 +39,12 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(rows(results))
-    return text.getvalue()
+    return csv_text([COLUMNS, *rows(results)])
 
 
 def as_markdown(results: Sequence[Result], facts: str) -> str:
     """facts: the machine, versions, commit and date, without which a figure does not count."""
-    lines = [facts, "", _line(COLUMNS), _line(["---"] * len(COLUMNS)), *(_line(row) for row in rows(results))]
+    lines = [facts, "", *markdown_table(list(COLUMNS), rows(results))]
     failed = [result for result in results if "error" in result]
     if failed:
         lines += ["", "Without a figure:", ""]
@@ -80,7 +75,3 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
-
-
-def _line(cells: Sequence[str] | Mapping[str, Any]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -8,9 +8,10 @@ from typing import Any
 
 from llmtrain.eval.compare.compare import Answered, Comparison, TaskComparison
 from llmtrain.eval.compare.statistics import Difference
-from llmtrain.eval.report.files import csv_text, markdown_table, write_text
+from llmtrain.eval.report.files import write_text
 from llmtrain.eval.report.metrics import is_perplexity, is_share
 from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 CSV_COLUMNS = ("task", "shots", "category", "metric", "a", "b", "difference", "stderr", "low", "high", "p", "n")
 

@@ -10,11 +10,12 @@ from llmtrain import __version__
 from llmtrain.config.checksums import checksum, encode_json
 from llmtrain.eval.report import long_table
 from llmtrain.eval.report.document_scores import encode_lines
-from llmtrain.eval.report.files import csv_text, file_name, markdown_table, write_file, write_text
+from llmtrain.eval.report.files import file_name, write_file, write_text
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
 from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
 from llmtrain.eval.report.metrics import Estimate, Failure, Result, is_share
 from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 RESULTS = "results.json"
 DOCUMENTS = "documents"

@@ -9,6 +9,7 @@ import numpy as np
 
 from llmtrain.errors import UserError
 from llmtrain.pictures import new_figure, plain, save_figure
+from llmtrain.tables import aligned
 from llmtrain.train.report.curves import UNITS, Curve, bins, losses, read_curves, smooth
 
 
@@ -59,8 +60,7 @@ def table(runs: Sequence[LoggedRun], metric: str | None) -> str:
             values = _smoothed(run, name)[1] if name in run.curves else None
             row += ["-", "-"] if values is None else [f"{values[-1]:.4g}", f"{values.min():.4g}"]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Path) -> None:
