@@ -34,7 +34,7 @@ class BlockSection(ImplementedSection):
 
     def problems(self) -> Iterator[Problem]:
         if self.parallel and self.mlp is None:
-            yield Problem("parallel", True, "needs an mlp beside the mixer; give one, or set parallel: false")
+            yield self.problem_at("parallel", "needs an mlp beside the mixer; give one, or set parallel: false")
 
     @property
     def shared_copies(self) -> int:

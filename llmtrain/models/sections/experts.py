@@ -39,12 +39,10 @@ class RouterSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.top_groups > self.groups:
-            yield Problem("top_groups", self.top_groups, f"exceeds groups ({self.groups}); use fewer")
+            yield self.problem_at("top_groups", f"exceeds groups ({self.groups}); use fewer")
         if self.bias_rate and not self.choice_bias:
-            yield Problem(
-                "bias_rate",
-                self.bias_rate,
-                "changes numbers that are not there; set choice_bias: true, or bias_rate: 0",
+            yield self.problem_at(
+                "bias_rate", "changes numbers that are not there; set choice_bias: true, or bias_rate: 0"
             )
 
 
@@ -91,19 +89,19 @@ class ExpertsSection(FeedForwardSection):
     def problems(self) -> Iterator[Problem]:
         router, n = self.router, self.n_experts
         if self.top_k > n:
-            yield Problem("top_k", self.top_k, f"exceeds n_experts ({n}); use fewer")
+            yield self.problem_at("top_k", f"exceeds n_experts ({n}); use fewer")
         if n % router.groups:
-            yield Problem("router.groups", router.groups, f"does not divide n_experts ({n})")
+            yield self.problem_at("router.groups", f"does not divide n_experts ({n})")
         elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
-            yield Problem("router.groups", router.groups, f"leaves one expert to a group of {n}; use fewer, or 1")
+            yield self.problem_at("router.groups", f"leaves one expert to a group of {n}; use fewer, or 1")
         elif self.top_k > n // router.groups * router.top_groups:
             room = n // router.groups * router.top_groups
-            yield Problem(
-                "top_k", self.top_k, f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
+            yield self.problem_at(
+                "top_k", f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
             )
         if self.shared_gate and self.shared is None:
-            yield Problem(
-                "shared_gate", True, "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
+            yield self.problem_at(
+                "shared_gate", "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
             )
 
     def spec(self, d_model: int, dtype: str = "bfloat16") -> ExpertsSpec:
