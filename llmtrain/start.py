@@ -5,6 +5,7 @@ RUN/start.json holds the parts of the newest start. `llmtrain describe` reads it
 """
 
 import contextlib
+import gc
 import json
 import os
 import threading
@@ -70,6 +71,18 @@ def start_phase(what: str) -> Iterator[None]:
         start.parts[what] = start.parts.get(what, 0.0) + seconds - inner
     if seconds >= REPORTED_PHASE and main:
         log.info(f"start: {what}  {seconds:.1f} s")
+
+
+@contextlib.contextmanager
+def import_phase(what: str) -> Iterator[None]:
+    """`start_phase` of imports, without the search for garbage: it is a tenth of their time, and what they make stays."""
+    gc.disable()
+    try:
+        with start_phase(what):
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def end_start() -> dict[str, float]:

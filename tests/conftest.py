@@ -1,5 +1,6 @@
 """What the tests of training share: tiny shards, and processes that act as ranks."""
 
+import gc
 import os
 import random
 import sys
@@ -11,6 +12,9 @@ import pytest
 from llmtrain.schema.data import PrepareConfig
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
+
+# Collecting makes a few million objects that all stay: looking for garbage among them again and again takes ten seconds.
+gc.disable()
 
 # Before torch is imported: workers and ranks share the cores, and threads beyond those wait for each other by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,6 +94,12 @@ def pytest_configure(config) -> None:
         config.option.loadscopereorder = False
 
 
+def pytest_collection_finish(session) -> None:
+    gc.collect()
+    gc.freeze()  # of what is there now, nothing becomes garbage
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config, items) -> None:
     """Tests marked slow, ci, campaign, compile or wheel run only when asked for: pytest -m slow; those marked gpu where one is."""
     if of_gpus := [item for item in items if item.get_closest_marker("gpu")]:
@@ -97,8 +107,8 @@ def pytest_collection_modifyitems(config, items) -> None:
 
         for item in [] if torch.cuda.is_available() else of_gpus:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm GPU"))
-    for mark in ("slow", "ci", "campaign", "compile", "wheel"):
-        if mark not in config.getoption("-m"):
-            for item in items:
-                if item.get_closest_marker(mark):
-                    item.add_marker(pytest.mark.skip(reason=f"{mark}: run it with -m {mark}"))
+    unasked = {mark for mark in ("slow", "ci", "campaign", "compile", "wheel") if mark not in config.getoption("-m")}
+    left_out = [item for item in items if not unasked.isdisjoint(mark.name for mark in item.iter_markers())]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]

@@ -65,7 +65,9 @@ def widened(
 ) -> Tensor:
     """The weight [d_out, d_in] that is stored."""
     table = torch.tensor(TABLE, device=codes.device)
-    values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()].view(-1, BLOCK)
+    # Shifts rather than a stack of both halves: what concatenates is kept by the compiler for the gradient, a byte per weight.
+    halves = codes[:, None] >> torch.tensor((4, 0), dtype=torch.uint8, device=codes.device) & 15
+    values = table[halves.int()].view(-1, BLOCK)
     flat = (values * _widened(scales, steps, mean)[:, None]).to(dtype).reshape(-1)
     return flat[: shape.numel()].view(shape)
 

@@ -51,7 +51,7 @@ def load_runnable(
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
-    problems = [*prepare_problems(config)] or [*check_streams(config.data, config.train.global_batch_size)]
+    problems = [*prepare_problems(config)] or [*check_streams(config.data, config.samples_per_step)]
     problems += check_vocabulary(config.data, config.model.vocab_size)
     problems = problems or [*record_problems(config.data, config.objective)]
     if config.objective.trained_only and not problems:
@@ -71,7 +71,7 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
     if config.data.mixture:
         from llmtrain.data.loader.mixture import mixture_problems  # imports numpy
 
-        duration, batch = config.train.duration, config.train.global_batch_size
+        duration, batch = config.train.duration, config.samples_per_step
         epoch = steps_per_epoch(config.data, batch)
         length = {"tokens_per_step": config.tokens_per_step, "steps_per_epoch": epoch, "total_steps": None}
         known = duration.unit != "epochs" or epoch is not None
@@ -81,7 +81,7 @@ def _mixture_problems(config: Config) -> Iterator[Problem]:
 
 def _epoch_problems(config: Config) -> Iterator[Problem]:
     """Problems of lengths in epochs, where the data is here; those of other lengths keep a config from being one."""
-    yield from schedule_problems(config, steps_per_epoch(config.data, config.train.global_batch_size))
+    yield from schedule_problems(config, steps_per_epoch(config.data, config.samples_per_step))
 
 
 def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:

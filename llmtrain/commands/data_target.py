@@ -123,7 +123,7 @@ def open_run(place: str, overrides: Sequence[str] = ()) -> RunData:
     data = config.data
     if found := Repository(Path(config.run_dir) / "checkpoints").newest(silent):  # the run would go on in its order
         data = data.in_order_of(found.require().data.get("position", {}))
-    return RunData(data, config.train.global_batch_size, None, None)
+    return RunData(data, config.samples_per_step, None, None)
 
 
 def _refuse_overrides(place: str, overrides: Sequence[str]) -> None:
@@ -164,6 +164,8 @@ def _recorded(place: str) -> RunData:
             f"{checkpoint.address} was written by another version of llmtrain, which ordered mixtures otherwise"
         )
     data = data.model_copy(update={"order": "streaming" if began == "streaming" else "seekable"})
-    batch = manifest.config["train"]["global_batch_size"]
+    objective = manifest.config.get("objective") or {}  # of a policy: sequences of a step that are made of one sample
+    per_sample = objective.get("group_size", 1) * objective.get("epochs", 1)
+    batch = manifest.config["train"]["global_batch_size"] // per_sample
     passed_over = manifest.data.get("passed_over", [])
     return RunData(data, batch, manifest.step, manifest.data.get("fingerprint"), passed_over)

@@ -105,15 +105,8 @@ def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes
         move_aside(lock)
     command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
 
-    def divides(ranks: int) -> bool:
-        try:
-            load(ranks)
-        except UserError:
-            return False
-        return True
-
     def start(ranks: int, attempt: int) -> int:
         return launch(command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt)
 
     places = count_gpus if args.max_restarts and count_gpus() else None
-    return run_with_restarts(start, processes, args.max_restarts, divides, places)
+    return run_with_restarts(start, processes, args.max_restarts, load, places)

@@ -52,7 +52,7 @@ def _recognised(prepare: PrepareConfig) -> tuple[list[PrepareConfig], list[Probl
 
 
 def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
-    samples = math.lcm(config.train.global_batch_size, config.data.num_canonical_nodes)
+    samples = math.lcm(config.samples_per_step, config.data.num_canonical_nodes)
     tokens = samples * prepare.seq_len
     enough, found, broken = max(tokens, prepare.vocab_size or 0), 0.0, False
     for path, source in prepare.sources_by_path().items():

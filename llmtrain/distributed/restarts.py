@@ -14,13 +14,14 @@ def run_with_restarts(
     start: Callable[[int, int], int],
     processes: int,
     most: int,
-    divides: Callable[[int], bool],
+    check: Callable[[int], object],
     available: Callable[[], int] | None = None,
 ) -> int:
     """Start the ranks, and again after a failure, at most `most` times. Returns the last exit status.
 
-    start: runs so many ranks as the attempt of this number, from 0, and returns their exit status. divides: whether a run of so
-    many ranks can be. available: the number of ranks for which there is a place after a failure; default: as many as before.
+    start: runs so many ranks as the attempt of this number, from 0, and returns their exit status. check: raises UserError where
+    a run of so many ranks cannot be. available: the number of ranks for which there is a place after a failure; default: as
+    many as before.
     """
     attempt = 0
     while True:
@@ -28,11 +29,15 @@ def run_with_restarts(
         if status in _FINAL or attempt == most:
             return status
         places = min(processes, available()) if available else processes
-        left = next((ranks for ranks in range(places, 0, -1) if divides(ranks)), 0)
-        if not left:
-            log.error(
-                f"no restart: {places} of {processes} GPUs are left, and no number of ranks up to that divides the batch"
-            )
+        left, reason = places, ""
+        while left:
+            try:
+                check(left)
+                break
+            except UserError as error:
+                left, reason = left - 1, reason or f", and no number of ranks up to that can run it:\n{error}"
+        else:
+            log.error(f"no restart: {places} of {processes} GPUs are left{reason}")
             return status
         attempt += 1
         fewer = f", {left} instead of {processes}" if left != processes else ""

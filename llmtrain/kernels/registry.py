@@ -154,6 +154,12 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "kimi_delta": (
         Backend("reference", "llmtrain.kernels.kimi_delta.reference"),
         Backend(
+            "triton",
+            "llmtrain.kernels.kimi_delta.triton",
+            kimi_delta.refuse_triton_chunks,
+            ("llmtrain.kimi_delta_forward.default",),
+        ),
+        Backend(
             "fla",
             "llmtrain.kernels.kimi_delta.fla",
             kimi_delta.refuse_fla,

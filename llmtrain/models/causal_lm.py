@@ -85,11 +85,13 @@ class CausalLM(nn.Module):
         """The loss of what `forward` gives `output`, averaged over labels [batch, T]."""
         return self.loss_function(hidden, head, labels, self.hybrid.ranks)
 
-    def label_likelihoods(self, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    def label_likelihoods(self, hidden: Tensor, head: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-likelihoods of `labels` [n] at some of the tokens of what `forward` gives `output`, hidden [n, d_model], -> [n], to
-        differentiate. Logits exist for as many tokens at a time as train.loss says."""
-        tokens = self.loss_function.config.chunk_tokens
-        return label_likelihoods(hidden, head, labels, self.config.logit_softcap, tokens, self.hybrid.ranks)
+        differentiate. temperature: divisor of the logits. Logits exist for as many tokens at a time as train.loss says."""
+        tokens, softcap = self.loss_function.config.chunk_tokens, self.config.logit_softcap
+        if temperature != 1:  # cap tanh(x / cap) / t = (cap / t) tanh((x / t) / (cap / t))
+            hidden, softcap = hidden / temperature, softcap and softcap / temperature
+        return label_likelihoods(hidden, head, labels, softcap, tokens, self.hybrid.ranks)
 
     def empty_cache(self, batch: int, capacity: int, longest: int | None = None) -> Cache:
         return Cache(self.hybrid, batch, capacity, longest)

@@ -14,7 +14,7 @@ from llmtrain.models.context import Context
 from llmtrain.models.hybrid import Stream
 from llmtrain.models.loss import LossOutput
 from llmtrain.models.segments import ContextParallelRanks
-from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.objectives.section import ObjectiveSection
 
 Result = TypeVar("Result")
 Batch = Mapping[str, Any]

@@ -1,37 +1,13 @@
 """The `objective` section of the YAML: one class per objective, distinguished by `type`. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from llmtrain.config.base import ByType, NonNegativeFloat, PositiveFloat, Problem, setting_error
-from llmtrain.models.sections.feed_forward import ImplementedSection
-
-
-class ObjectiveSection(ImplementedSection):
-    """The base of every objective's section. implementation: of the Objective, which is made of the section."""
-
-    cuda_graphs_refusal: ClassVar[str | None] = None
-    """Reason for which its microbatches can be no CUDA graphs."""
-    context_refusal: ClassVar[str | None] = None
-    """Reason for which ranks cannot share its sequences (train.parallel.context)."""
-    pipeline_refusal: ClassVar[str | None] = None
-    """Reason for which a pipeline of stages cannot compute it (train.parallel.pipeline)."""
-    trained_only: ClassVar[bool] = False
-    """Labels are the tokens alone that shards mark as trained."""
-    has_z_loss: ClassVar[bool] = True
-    """The z-loss of train.loss is added."""
-    needs_documents: ClassVar[bool] = False
-    """data.mask_documents is needed."""
-
-    def records_refusal(self, name: str | None) -> str | None:
-        """Reason for which it cannot be trained on shards of records of this format (data.prepare.chat.format). name: None of text,
-        and of records that are not known."""
-        if name in ("pairs", "labels"):
-            loss = "{type: preference, loss: kto}" if name == "labels" else "preference"
-            return f"holds {name}, good answers beside bad ones, for objective: {loss}; set it, or name other data"
-        return None
+from llmtrain.objectives.policy.sections import PolicySection
+from llmtrain.objectives.section import ObjectiveSection
 
 
 class NextTokenSection(ObjectiveSection):
@@ -96,7 +72,9 @@ class PreferenceSection(ObjectiveSection):
 
     implementation: ClassVar[str] = "llmtrain.objectives.preference:Preference"
     cuda_graphs_refusal: ClassVar[str | None] = "the number of answers differs between microbatches of preferences"
-    context_refusal: ClassVar[str | None] = "an answer's probability is a product over all of its tokens"
+    parallel_refusals: ClassVar[Mapping[str, str]] = {
+        "context": "an answer's probability is a product over all of its tokens"
+    }
     pipeline_refusal: ClassVar[str | None] = (
         "sums over the microbatches of a step are needed before their backward passes"
     )
@@ -161,6 +139,6 @@ _READERS = {
 """Losses that read a setting."""
 
 ObjectiveConfig = Annotated[
-    NextTokenSection | CompletionSection | PreferenceSection, ByType("next_token", by_name=True)
+    NextTokenSection | CompletionSection | PreferenceSection | PolicySection, ByType("next_token", by_name=True)
 ]
 """The section `objective`; `objective: NAME` is one without further settings."""

@@ -159,7 +159,7 @@ def describe(
     kernels = chosen(config.model, platform, config.train.dtype, config.data.mask_documents)
     memory = estimate_memory(config, sizes, world_size)
     too_much = gpu_memory is not None and memory.total > gpu_memory
-    per_epoch = steps_per_epoch(config.data, config.train.global_batch_size)
+    per_epoch = steps_per_epoch(config.data, config.samples_per_step)
     steps = schedule = None
     with contextlib.suppress(UserError):  # lengths in epochs, of data that is not here
         steps = config.train.duration.steps(

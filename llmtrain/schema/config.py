@@ -100,8 +100,20 @@ class Config(Section):
         train, objective = self.train, self.objective
         if train.cuda_graphs == "on" and (reason := objective.cuda_graphs_refusal):
             yield self.problem_at("train.cuda_graphs", f"there can be none, as {reason}; use auto or off")
-        if train.parallel.context > 1 and (reason := objective.context_refusal):
-            yield self.problem_at("train.parallel.context", f"{reason}; use 1")
+        for key, reason in objective.parallel_refusals.items():
+            if getattr(train.parallel, key) > 1:
+                yield self.problem_at(f"train.parallel.{key}", f"{reason}; use 1")
+        for problem in objective.problems_beside(
+            self.data.seq_len, self.init_from is not None or self.adapt is not None
+        ):
+            yield Problem(f"objective.{problem.path}", problem.found, problem.message)
+        prepare = self.data.prepare
+        if prepare is not None and objective.packing not in (None, prepare.packing):
+            text = f"makes samples of several prompts or of parts; objective: {objective.type_name} needs {objective.packing}"
+            yield self.problem_at("data.prepare.packing", text)
+        if train.global_batch_size % (per := objective.trained_per_sample):
+            text = f"must be a multiple of {per}, the answers that a step trains to each prompt (group_size x epochs)"
+            yield self.problem_at("train.global_batch_size", text)
         if train.loss.z_loss and not objective.has_z_loss:
             text = f"has no effect on objective: {objective.type}; use 0"
             yield self.problem_at("train.loss.z_loss", text)
@@ -241,6 +253,16 @@ class Config(Section):
     def draws_in_training(self) -> bool:
         """True if layers draw random numbers."""
         return self.model.draws_in_training or (self.adapt is not None and self.adapt.draws_in_training)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of the data that a step reads, over all ranks."""
+        return self.train.global_batch_size // self.objective.trained_per_sample
+
+    @property
+    def global_groups(self) -> int:
+        """Groups of answers that a step trains, over all ranks: as many as samples that it reads, times epochs."""
+        return self.samples_per_step * getattr(self.objective, "epochs", 1)
 
     @property
     def tokens_per_step(self) -> int:

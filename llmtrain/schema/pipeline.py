@@ -5,7 +5,7 @@ from typing import Protocol
 
 from llmtrain.config.base import Problem
 from llmtrain.models.config import ModelConfig
-from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.objectives.section import ObjectiveSection
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.training import TrainConfig

@@ -58,15 +58,17 @@ def data_spec(
     segments: ContextParallelRanks | None = None,
     ranks: TensorRanks | None = None,
     counts: bool = True,
+    per_sample: int = 1,
 ) -> DataSpec:
     """Wrapper by which Composer counts samples and tokens, as throughput and schedules do, and splits batches of validation.
 
     segments: this rank's, where ranks share sequences. The loader's batches are of whole ones, microbatches of this rank's part.
     ranks: tensor-parallel ones; microbatches are the same on all of them. counts: this rank counts; Composer adds up the ranks'.
+    per_sample: sequences that are trained of one of the loader's.
     """
     return DataSpec(
         loader,
         split_batch=lambda batch, size: microbatches(batch, int(size), objective, segments, ranks),
         get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]) * counts,
-        get_num_tokens_in_batch=lambda batch: batch["input_ids"].numel() * counts,
+        get_num_tokens_in_batch=lambda batch: batch["input_ids"].numel() * counts * per_sample,
     )

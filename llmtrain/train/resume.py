@@ -122,7 +122,7 @@ def _without_later_phases(changed: list[str], config: Config, checkpoint: Checkp
         return changed
     if (samples := stream_samples(config.data)) is None:
         return others  # indexes to be made or downloaded first; train() compares again after that
-    batch = config.train.global_batch_size
+    batch = config.samples_per_step
     same = unchanged_steps(before, config.data, batch, samples)
     read = checkpoint.step + sum(count for _, count in checkpoint.require().data.get("passed_over", []))
     if same is None or read <= same:

@@ -42,6 +42,7 @@ from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved
 from llmtrain.train.resume import continued, require_same_run, tokenizer_files
+from llmtrain.train.rollouts.rollouts import rollouts_of
 from llmtrain.train.trainer import StepTrainer
 from llmtrain.train.validation import Validation, final_metrics, icl_callbacks
 
@@ -85,7 +86,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         require_records(config.data, config.objective)
         loader = build_train_loader(
             config.data,
-            global_batch_size=config.train.global_batch_size,
+            global_batch_size=config.samples_per_step,
             vocab_size=config.model.vocab_size,
             replication=world.replication,
             stages=world.pipeline,
@@ -124,7 +125,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             # The model comes sharded, with its own precision policy; Composer must neither wrap nor autocast it.
             precision="fp32",
             optimizers=training.optimizer,
-            train_dataloader=data_spec(loader, objective, segments, ranks, counts=world.is_first_reader),
+            train_dataloader=data_spec(
+                loader, objective, segments, ranks, world.is_first_reader, config.objective.trained_per_sample
+            ),
             eval_dataloader=validation.evaluators(),
             eval_interval=f"{steps(config.eval.interval)}ba",
             max_duration=f"{schedule.total}ba",
@@ -165,7 +168,16 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             run_log.info(line)
     if resumed and (notice := extension_notice(config, resumed.require(), schedule, len(loader))):
         run_log.info(notice)
-    with checkpoints.uploads, checkpoints.saver, checkpoints.preemption, contextlib.closing(trainer):
+    step.rollouts = rollouts_of(
+        training, loader, world, checkpoints.preemption.group, lambda: trainer.state.timestamp.batch.value
+    )
+    with (
+        checkpoints.uploads,
+        checkpoints.saver,
+        checkpoints.preemption,
+        contextlib.closing(trainer),
+        step.rollouts or contextlib.nullcontext(),
+    ):
         if trainer.state.timestamp.batch.value < schedule.total:
             trainer.fit()
         elif trainer.state.evaluators:
@@ -188,7 +200,7 @@ def resolved_schedule(config: Config, steps_per_epoch: int, samples: Sequence[in
     problems = list(schedule_problems(config, steps_per_epoch))
     if not problems:
         schedule = resolve(config, steps_per_epoch)
-        problems = list(mixture_problems(config.data, config.train.global_batch_size, samples, schedule.total))
+        problems = list(mixture_problems(config.data, config.samples_per_step, samples, schedule.total))
         if not problems:
             return schedule
     raise UserError("\n".join(f"{problem.path} = {problem.found} {problem.message}" for problem in problems))

@@ -5,9 +5,9 @@ or CUDA graphs add up and reduce. Clipping, the decision to take the step, and t
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,11 @@ before_loss, after_loss, before_backward, after_backward."""
 class StepResult:
     """losses: `total`, which was differentiated, the objective's terms, and losses that layers attached, of this rank's part of the
     batch; their means over the ranks are those over all labels. Detached, on the model's device. count: Objective.count of all
-    ranks, once of tensor-parallel ones."""
+    ranks, once of tensor-parallel ones. metrics: further numbers of all ranks."""
 
     losses: dict[str, Tensor]
     count: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class GradientSync:
@@ -92,12 +93,24 @@ class Arrivals:
         return found[: len(numbers)]
 
 
+class Rollouts(Protocol):
+    """Batches that are made in the run (train/rollouts)."""
+
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The loader's batches, seen before they are trained."""
+        ...
+
+    def take(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """This rank's batch of the next step, and metrics of all ranks. Every rank calls it."""
+        ...
+
+
 class Step:
     """The passes of this rank's part of each batch, in microbatches of `size` samples.
 
     segments: this rank's, where ranks share sequences. graphs: while they may launch microbatches, of which all are alike to them,
     none is marked for FSDP2; they hand their gradients over after the last one. group: of all ranks, for messages in host memory.
-    copies: ranks that count the same labels.
+    copies: ranks that count the same labels. rollouts: make the batches that are trained, in place of the loader's.
     """
 
     def __init__(
@@ -114,13 +127,17 @@ class Step:
         self.model, self.objective, self.size, self.sync, self.group = model, objective, size, sync, group
         self.segments, self.graphs, self.copies = segments, graphs, copies
         self.arrivals = Arrivals(group)
+        self.rollouts: Rollouts | None = None
 
     def forward_backward(self, batch: Batch, observe: Observer) -> StepResult:
         """Add the gradients of a batch, the same for all ranks of a context- or tensor-parallel group, to those of the parameters.
         Every rank calls it."""
+        metrics: dict[str, float] = {}
+        if self.rollouts is not None:
+            batch, metrics = self.rollouts.take()
         parts = microbatches(batch, self.size, self.objective, self.segments, self.model.hybrid.ranks)
         labels, *further = self.arrivals.summed(*map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
-        mean = labels / dist.get_world_size()
+        mean = max(labels, 1) / dist.get_world_size()
         for part in parts:
             part["step_counts"] = (labels, *further)
         if self.objective.has_step_sums:
@@ -132,7 +149,7 @@ class Step:
         if attached is not None:
             # Of a stage's layers, and of a tensor-parallel rank's tokens: the mean over all ranks is the step's.
             losses |= {name: term * self.copies for name, term in attached.terms.items()}
-        return StepResult(losses, labels // self.copies)
+        return StepResult(losses, labels // self.copies, metrics)
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from composer import Trainer
-from composer.core import Event, TrainerMode
+from composer.core import Engine, Event, TrainerMode
 
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch
@@ -29,6 +29,17 @@ class StepTrainer(Trainer):
     def __init__(self, step: Step, **settings: Any):
         super().__init__(**settings)
         self._step = step
+
+    @property
+    def engine(self) -> Engine:
+        """Composer's, without the passes that order algorithms: there are none, and the passes import what any could need,
+        half of transformers and torchao among it."""
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        engine.algorithm_passes = []
+        self._engine = engine
 
     def _train_batch(self, use_grad_scaling: bool) -> Any:
         """Take a step. Returns None, for Composer would wait for losses: they are logged, and set for callbacks, here."""
@@ -57,7 +68,7 @@ class StepTrainer(Trainer):
         }
         self.first_train_batch_complete = True
         self.logger.log_metrics({"trainer/device_train_microbatch_size": self._step.size})
-        self.logger.log_metrics(state.total_loss_dict)
+        self.logger.log_metrics(state.total_loss_dict | result.metrics)
         if ranks > 1:
             arrivals = self._step.arrivals
             self.logger.log_metrics({"ranks/last": arrivals.last, "ranks/lag_seconds": arrivals.lag})
@@ -79,6 +90,8 @@ class StepTrainer(Trainer):
         assert self.state.dataloader is not None
         length = self.state.dataloader_len
         batches = itertools.islice(self.state.dataloader, None if length is None else int(length))
+        if self._step.rollouts is not None:
+            batches = self._step.rollouts.ahead(batches)
         while True:
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)

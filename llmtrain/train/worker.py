@@ -30,7 +30,7 @@ from llmtrain.errors import (
 from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
-from llmtrain.start import start_phase
+from llmtrain.start import import_phase, start_phase
 from llmtrain.train.composer_import import import_composer
 from llmtrain.train.environment import apply_environment
 from llmtrain.train.faults.early_sigterm import handlers_kept
@@ -67,7 +67,7 @@ def run_rank(
     def run() -> int:
         nonlocal folder, lock
         config = load(world.size)
-        with start_phase("import of PyTorch"):
+        with import_phase("import of PyTorch"):
             importlib.import_module("torch")
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
         for line in environment:
@@ -168,7 +168,7 @@ def move_aside(lock: RunLock) -> None:
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
     _open_gpu(world_from_environment().local_rank)
-    with handlers_kept(), start_phase("imports of Composer, StreamingDataset and what they need"):
+    with handlers_kept(), import_phase("imports of Composer, StreamingDataset and what they need"):
         import_composer()
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train

@@ -1,4 +1,4 @@
-"""The Triton kernels of the gated delta rule on a GPU: right to the rounding of their inputs' dtype, and the same every time."""
+"""The Triton kernels of both delta rules on a GPU: right to the rounding of their inputs' dtype, and the same every time."""
 
 import pytest
 import torch
@@ -7,7 +7,10 @@ from torch import Tensor
 from llmtrain.kernels import platform
 from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
-from llmtrain.kernels.gated_delta.triton import build
+from llmtrain.kernels.gated_delta.triton import build as gated_delta
+from llmtrain.kernels.kimi_delta.reference import ReferenceKimiDelta
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.kimi_delta.triton import build as kimi_delta
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule, with_transition
 from llmtrain.models.segments import ContextParallelRanks
 from tests.support import kernels as support
@@ -29,8 +32,18 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 """Largest relative error in the norm: an H200 gave up to 3.5e-3 and 4.3e-4."""
 
 
+RULES = {
+    "gated_delta": (GatedDeltaSpec, ReferenceGatedDelta, gated_delta),
+    "kimi_delta": (KimiDeltaSpec, ReferenceKimiDelta, kimi_delta),
+}
+ALL = [
+    (rule, case) for rule in RULES for case, (sizes, *_) in CASES.items() if rule == "gated_delta" or sizes[2] <= 128
+]
+
+
 def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[Tensor]:
-    return support.inputs("gated_delta", spec, batch, seq_len, "cuda", most=most)
+    name = "kimi_delta" if isinstance(spec, KimiDeltaSpec) else "gated_delta"
+    return support.inputs(name, spec, batch, seq_len, "cuda", most=most)
 
 
 def outcome(rule, tensors: list[Tensor], state: Tensor | None, ids: Tensor | None, exact: bool = False) -> list[Tensor]:
@@ -39,17 +52,18 @@ def outcome(rule, tensors: list[Tensor], state: Tensor | None, ids: Tensor | Non
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_the_references(case, dtype):
+@pytest.mark.parametrize(("rule", "case"), ALL)
+def test_outputs_and_gradients_are_the_references(rule, case, dtype):
+    specification, reference, build = RULES[rule]
     sizes, (batch, seq_len), packed, with_state, most = CASES[case]
-    spec = GatedDeltaSpec(*sizes, str(dtype).removeprefix("torch."))
+    spec = specification(*sizes, str(dtype).removeprefix("torch."))
     tensors = inputs(spec, batch, seq_len, most)
     g = torch.Generator("cuda").manual_seed(2)
     state = torch.randn(batch, sizes[0], *sizes[2:], generator=g, device="cuda") if with_state else None
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.02).long().cumsum(1) if packed else None
     kernel = build(spec, platform.detect(), "")
     found, again = (outcome(kernel, tensors, state, ids) for _ in range(2))
-    expected = outcome(ReferenceGatedDelta(spec), tensors, state, ids, exact=True)
+    expected = outcome(reference(spec), tensors, state, ids, exact=True)
     names = ("y", "state", "dq", "dk", "dv", "d_log_decay", "d_beta", "d_state")[: len(found)]
     for name, one, other, value in zip(names, found, again, expected, strict=True):
         assert torch.equal(one, other), name
@@ -66,7 +80,7 @@ def test_a_state_passes_from_one_segment_to_the_next(monkeypatch, case, packed):
     g = torch.Generator("cuda").manual_seed(2)
     ids = (torch.rand(batch, seq_len, generator=g, device="cuda") < 0.01).long().cumsum(1) if packed else None
     monkeypatch.setattr(ContextParallelRanks, "gather", lambda self, own: own)
-    kernel = build(with_transition(spec), platform.detect(), "")
+    kernel = gated_delta(with_transition(spec), platform.detect(), "")
     rule = SegmentRule.of(ContextParallelRanks(0, 1), seq_len, torch.device("cuda"), ids, 4, kernel)
     dy = torch.randn(tensors[2].shape, generator=g, device="cuda").bfloat16()
 

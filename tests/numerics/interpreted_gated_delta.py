@@ -10,6 +10,9 @@ from llmtrain.kernels.gated_delta.reference import ReferenceGatedDelta
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton import TritonGatedDelta
 from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
+from llmtrain.kernels.kimi_delta.reference import ReferenceKimiDelta
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.kimi_delta.triton import TritonKimiDelta
 from llmtrain.kernels.platform import Platform
 from llmtrain.models import segments as gathering
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
@@ -29,10 +32,25 @@ CASES = {
     "one block in a chunk of 64, negative eigenvalues": ((2, 1, 16, 24), (1, 100), True, True, 64, 2.0),
     "one token": ((2, 2, 16, 16), (3, 1), False, True, 32, 1.0),
 }
+OF_CHANNELS = ("documents and a state", "one block in a chunk of 64, negative eigenvalues", "one token")
+"""Cases of kimi_delta too, whose launches are those of the gated delta rule."""
+
+
+RULES = {
+    "gated_delta": (GatedDeltaSpec, ReferenceGatedDelta, TritonGatedDelta),
+    "kimi_delta": (KimiDeltaSpec, ReferenceKimiDelta, TritonKimiDelta),
+}
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    """Specification, reference and kernel of either rule."""
+    return RULES[request.param]
 
 
 def inputs(spec: GatedDeltaSpec, batch: int, seq_len: int, most: float) -> list[torch.Tensor]:
-    return support.inputs("gated_delta", spec, batch, seq_len, most=most)
+    name = "kimi_delta" if isinstance(spec, KimiDeltaSpec) else "gated_delta"
+    return support.inputs(name, spec, batch, seq_len, most=most)
 
 
 def outcomes(rule, tensors, ids=None, state=None, exact: bool = False) -> list[torch.Tensor]:
@@ -40,10 +58,10 @@ def outcomes(rule, tensors, ids=None, state=None, exact: bool = False) -> list[t
     return support.outcome(lambda *t: rule(*t, ids), [*tensors, state], torch.float64 if exact else None)
 
 
-def assert_agrees(kernel, spec: GatedDeltaSpec, tensors, state, ids) -> None:
-    expected = outcomes(ReferenceGatedDelta(spec), tensors, ids, state, exact=True)
+def assert_agrees(kernel, reference, tensors, state=None, ids=None, tolerance: float = 3e-6) -> None:
+    expected = outcomes(reference, tensors, ids, state, exact=True)
     for found, value in zip(outcomes(kernel, tensors, ids, state), expected, strict=True):
-        assert (found.double() - value).norm() < 3e-6 * value.norm()
+        assert (found.double() - value).norm() < tolerance * value.norm()
 
 
 def documents(batch: int, seq_len: int) -> torch.Tensor:
@@ -51,44 +69,60 @@ def documents(batch: int, seq_len: int) -> torch.Tensor:
     return starts.long().cumsum(1) + 5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_the_references(case):
+BOTH = [(rule, case) for rule in RULES for case in CASES if rule == "gated_delta" or case in OF_CHANNELS]
+
+
+@pytest.mark.parametrize(("rule", "case"), BOTH)
+def test_outputs_and_gradients_are_the_references(rule, case):
+    specification, reference, build = RULES[rule]
     sizes, (batch, seq_len), packed, with_state, chunk, most = CASES[case]
-    spec = GatedDeltaSpec(*sizes, "float32")
+    spec = specification(*sizes, "float32")
     state = torch.randn(batch, sizes[0], *sizes[2:], generator=torch.Generator().manual_seed(2)) if with_state else None
     ids = documents(batch, seq_len) if packed else None
-    kernel = TritonGatedDelta(replace(SMALL, chunk_size=chunk))
-    assert_agrees(kernel, spec, inputs(spec, batch, seq_len, most), state, ids)
+    kernel = build(replace(SMALL, chunk_size=chunk))
+    assert_agrees(kernel, reference(spec), inputs(spec, batch, seq_len, most), state, ids)
 
 
-def test_slices_of_a_projection_are_read_where_they_lie():
-    spec = GatedDeltaSpec(2, 1, 16, 16, "float32")
+def test_slices_of_a_projection_are_read_where_they_lie(rule):
+    specification, reference, build = rule
+    spec = specification(2, 1, 16, 16, "float32")
     q, k, v, decay, beta = inputs(spec, 2, 40, 1.0)
     joined = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
     q, k, v = (t.unflatten(-1, (-1, 16)) for t in joined.split([16, 16, 32], -1))
     assert not v.is_contiguous()
-    assert_agrees(TritonGatedDelta(SMALL), spec, [q, k, v, decay, beta], None, None)
+    assert_agrees(build(SMALL), reference(spec), [q, k, v, decay, beta])
 
 
-def test_equal_keys_without_decay_stay_stable():
+def test_equal_keys_without_decay_stay_stable(rule):
     """The worst system: every token rewrites what the one before wrote."""
-    spec = GatedDeltaSpec(1, 1, 16, 16, "float32")
+    specification, reference, build = rule
+    spec = specification(1, 1, 16, 16, "float32")
     tensors = inputs(spec, 1, 64, 1.0)
     tensors[1][:] = tensors[1][:, :1].clone()
     tensors[3].zero_()
     tensors[4].fill_(1.9)
-    expected, state = ReferenceGatedDelta(spec)(*(t.double() for t in tensors))
-    y, final = TritonGatedDelta(replace(SMALL, chunk_size=64))(*tensors)
+    expected, state = reference(spec)(*(t.double() for t in tensors))
+    y, final = build(replace(SMALL, chunk_size=64))(*tensors)
     assert (y.double() - expected).norm() < 1e-4 * expected.norm()
     assert (final.double() - state).norm() < 1e-4 * state.norm()
 
 
-def test_strong_decay_gives_finite_gradients():
+def test_strong_decay_gives_finite_gradients(rule):
     """Above the diagonal the decay between two tokens would overflow: it must be masked before exp."""
-    spec = GatedDeltaSpec(1, 1, 16, 16, "float32")
+    specification, _, build = rule
+    spec = specification(1, 1, 16, 16, "float32")
     tensors = inputs(spec, 1, 70, 1.0)
     tensors[3].fill_(-50.0)
-    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcomes(TritonGatedDelta(SMALL), tensors))
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcomes(build(SMALL), tensors))
+
+
+def test_channels_that_forget_at_once_stand_beside_some_that_never_do():
+    """Gates of 0, of -20 and below, and of what lies between, in any order: the sums of one chunk have a wide range."""
+    spec = KimiDeltaSpec(2, 1, 24, 16, "float32")
+    tensors, g = inputs(spec, 1, 70, 2.0), torch.Generator().manual_seed(4)
+    gates = torch.tensor([0.0, -1e-3, -0.5, -5.0, -20.0, -90.0, -1e4])
+    tensors[3] = gates[torch.randint(len(gates), tensors[3].shape, generator=g)]
+    assert_agrees(TritonKimiDelta(replace(SMALL, chunk_size=64)), ReferenceKimiDelta(spec), tensors, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -16,29 +16,27 @@ from llmtrain.kernels.platform import shared_limit
 pytestmark = pytest.mark.compile
 POINTERS = {
     "product": ("a", "w", "out"),
-    "first_product": ("x", "w", "h", "act"),
-    "first_backward": ("dy", "w", "h", "d_h", "act"),
     "weight_gradient": ("left", "right", "out"),
 }
-ELSE = {"slots": "*i32", "ends": "*i32", "weights": "*fp32", "partials": "*fp32"}
+ELSE = {"slots": "*i32", "ends": "*i32"}
 ARCHS = ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
 
 
-def compiled(name: str, arch: str, activation: str = "swiglu") -> Any:
+def compiled(name: str, arch: str) -> Any:
     amd = arch.startswith("gfx")
-    kernel, table = getattr(kernels, name), launch.GRADIENT if name == "weight_gradient" else launch.WIDE
-    tiles = table["amd" if amd else "nvidia"]
+    kernel, tiles = getattr(kernels, name), launch.TILES["amd" if amd else "nvidia"][name]
     names = [parameter.name for parameter in kernel.params]
     constants = {
-        "ACTIVATION": activation,
-        "GATED": activation == "swiglu",
         "GATHER_LEFT": True,
+        "GATHER": True,
+        "SCATTER": True,
         "E": 128,
         "E_POW2": 128,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "GROUP": launch.GROUP,
+        "EVEN_K": True,
         # An inner stride of 1 is a constant to Triton.
         **({"stride_k": 1} if name == "product" else {}),
     }

@@ -1,4 +1,4 @@
-"""The Triton kernels of the gated delta rule: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
+"""The Triton kernels of both delta rules: through Triton's interpreter on a CPU, and compiled for GPUs that are not here.
 
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_gated_delta.py.
 """
@@ -17,23 +17,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.platform import Platform
 from tests.support.interpreter import run_interpreted
 
 H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
-SIZES = [(64, 64), (96, 192), (128, 128), (128, 256), (256, 256)]
+SIZES = [("gated_delta", K, V) for K, V in ((64, 64), (96, 192), (128, 128), (128, 256), (256, 256))]
 PROGRAM = """
-import json, sys
+import importlib, json, sys
 import torch
 from llmtrain.bench.tune import compiling
 from llmtrain.bench.tune.compiling import compile_only, platform_of
-from llmtrain.kernels.gated_delta import triton
-from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
-from llmtrain.kernels.gated_delta.triton_launch import launch_for
+from llmtrain.kernels import operation
 
-arch, K, V = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-spec = GatedDeltaSpec(4, 2, K, V)
-options = launch_for(spec, platform_of(arch)).dump()
+arch, rule, K, V = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+spec = operation.operation(rule).spec(4, 2, K, V)
+triton = importlib.import_module(f"llmtrain.kernels.{rule}.triton")
+options = triton.launch_for(spec, platform_of(arch)).dump()
 resources = compiling._resources
 def with_wgmma(compiled, arch):
     return resources(compiled, arch) | {"wgmma": compiled.asm.get("ptx", "").count("wgmma")}
@@ -42,8 +42,9 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 wide = {"dtype": torch.float32}
 q, k, v = empty(2, 256, 2, K), empty(2, 256, 2, K), empty(2, 256, 4, V)
-per_head, state = empty(2, 256, 4, **wide), empty(2, 4, K, V, **wide)
-given = (q, k, v, per_head, per_head, state, empty(2, 256, dtype=torch.int64))
+beta, state = empty(2, 256, 4, **wide), empty(2, 4, K, V, **wide)
+log_decay = empty(2, 256, 4, K, **wide) if rule == "kimi_delta" else beta
+given = (q, k, v, log_decay, beta, state, empty(2, 256, dtype=torch.int64))
 with compile_only(arch) as taken:
     _, _, *kept = triton.launch_forward(*given, 64, options)
     triton.launch_backward(v, state, *given, *kept, 64, options)
@@ -71,7 +72,7 @@ def test_every_kernel_compiles(arch, size):
     taken = json.loads(done.stdout.splitlines()[-1])
     limit = platform.shared_limit(arch)
     assert len({one["kernel"] for one in taken}) == len(taken) == 5 and limit is not None
-    may_spill = 96 if arch == "sm90" and size[0] % 128 == 0 else 0  # bytes a thread
+    may_spill = 96 if arch == "sm90" and size[1] % 128 == 0 else 0  # bytes a thread
     assert [one for one in taken if one["spilled"] > may_spill or one["shared"] > limit or not one["matrix"]] == []
     assert not any(one["wgmma"] for one in taken)
 
@@ -86,14 +87,16 @@ def test_they_are_taken_where_they_were_measured(monkeypatch, arch, expected):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("rule", "spec", "words"),
     [
-        (GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32"),
-        (GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320"),
+        ("gated_delta", GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32"),
+        ("gated_delta", GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320"),
+        ("kimi_delta", KimiDeltaSpec(4, 4, 64, 64, "float32"), "bfloat16 or float16, not float32"),
+        ("kimi_delta", KimiDeltaSpec(4, 4, 136, 64), "key_head_dim up to 128, not 136"),
     ],
 )
-def test_what_they_cannot_do_is_refused_on_every_machine(spec, words):
-    reason = registry.refusal("gated_delta", "triton", spec, None)
+def test_what_they_cannot_do_is_refused_on_every_machine(rule, spec, words):
+    reason = registry.refusal(rule, "triton", spec, None)
     assert reason is not None and words in reason
 
 
@@ -109,12 +112,14 @@ def test_hopper_gets_no_wgmma_and_the_environment_comes_back(monkeypatch):
 
 
 @pytest.mark.parametrize("with_state", [False, True])
-def test_a_compiled_layer_sees_the_right_shapes(with_state):
-    kernel = registry.resolve("gated_delta", "triton", GatedDeltaSpec(4, 2, 24, 40), H200)
-    built = kernel.build(GatedDeltaSpec(4, 2, 24, 40), H200)
+@pytest.mark.parametrize("spec", [GatedDeltaSpec(4, 2, 24, 40), KimiDeltaSpec(4, 2, 24, 40)], ids=["", "by channel"])
+def test_a_compiled_layer_sees_the_right_shapes(spec, with_state):
+    by_channel = isinstance(spec, KimiDeltaSpec)
+    built = registry.resolve("kimi_delta" if by_channel else "gated_delta", "triton", spec, H200).build(spec, H200)
     keys, heads = (2, 70, 2, 24), (2, 70, 4)
     narrow = [torch.randn(shape, dtype=torch.bfloat16) for shape in (keys, keys, (*heads, 40))]
-    tensors = [*narrow, torch.randn(heads), torch.randn(heads), *([torch.randn(2, 4, 24, 40)] if with_state else [])]
+    decays = torch.randn((*heads, 24) if by_channel else heads)
+    tensors = [*narrow, decays, torch.randn(heads), *([torch.randn(2, 4, 24, 40)] if with_state else [])]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         leaves = [mode.from_tensor(t.requires_grad_()) for t in tensors]
         y, final = built(*leaves, document_ids=mode.from_tensor(torch.zeros(2, 70, dtype=torch.long)))

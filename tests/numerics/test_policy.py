@@ -9,7 +9,7 @@ from llmtrain.generate.engine import Engine, Request
 from llmtrain.generate.sampling import Sampling
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.objectives.policy_losses import PolicyLoss, advantages, clipped_share, reduced, token_losses
+from llmtrain.objectives.policy.losses import PolicyLoss, advantages, is_clipped, reduced, token_losses
 from tests.support.models import VOCAB, build
 
 GROUP, PROMPTS, NEW = 6, 4, 8
@@ -49,7 +49,7 @@ def test_a_hybrid_learns_by_rewards_alone():
         # No second engine, no copy of the weights: what was drawn is on the policy to rounding.
         torch.testing.assert_close(drawn, log_p.detach(), atol=1e-5, rtol=1e-5)
         advantage = advantages(rewards.view(PROMPTS, GROUP))[0].flatten()
-        assert clipped_share(to, log_p, drawn, mask, advantage) == 0
+        assert not is_clipped(to, log_p, drawn, mask, advantage).any()
         loss = reduced(to, token_losses(to, log_p, drawn, mask, advantage), mask, len(requests), mask.numel())
         optimizer.zero_grad()
         loss.backward()

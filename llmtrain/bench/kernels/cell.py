@@ -36,6 +36,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
         Bar("mamba_ssm", "memory", 1.0),
     ),
     "gated_delta": (Bar("fla", "sum", 1.0),),
+    "kimi_delta": (Bar("fla", "sum", 1.2),),
     "mamba_mixer": (Bar("public", "sum", 2.0), Bar("public", "memory", 1.0)),
 }
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _scans(one: Operation, shape: Shape, chunks: tuple[int, ...]) -> list[Conten
 def _delta_rules(one: Operation, shape: Shape, _: tuple[int, ...]) -> list[Contender]:
     if importlib.util.find_spec("fla") is None:
         return []
-    make = functools.partial(_fla_delta_rule, shape.spec)
+    make = functools.partial(_fla_delta_rule, one.name, shape.spec)
     return [Contender("fla", make, True, _warmed(one, shape, make))]
 
 
@@ -149,6 +150,7 @@ def _mixers(one: Any, shape: Shape, chunks: tuple[int, ...]) -> list[Contender]:
 _PEERS: dict[str, tuple[str | None, Callable[[Any, Shape, tuple[int, ...]], list[Contender]]]] = {
     "ssd": ("mamba_ssm", _scans),
     "gated_delta": ("fla", _delta_rules),
+    "kimi_delta": ("fla", _delta_rules),
     "mamba_mixer": (None, _mixers),
 }
 """By operation, the backend that they stand for, and the contenders beside those of the registry."""
@@ -190,14 +192,12 @@ def gated_linear_attention() -> Callable[..., Tensor]:
     return run
 
 
-def _fla_delta_rule(spec: GatedDeltaSpec) -> Callable[..., Tensor]:
+def _fla_delta_rule(name: str, spec: GatedDeltaSpec) -> Callable[..., Tensor]:
     """fla-core's kernels, which time their variants on their first call. On Hopper with Triton 3.4 to 3.7.0 it refuses its
     backward pass (its issue 640); here it is let through, and the errors beside the times say what comes of it."""
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
 
-    from llmtrain.kernels.gated_delta.fla import build
-
     chunk_o.TRITON_ABOVE_3_7_1 = True
     hasten()
-    kernel = build(spec, platform.detect(), "")
+    kernel = importlib.import_module(f"llmtrain.kernels.{name}.fla").build(spec, platform.detect(), "")
     return lambda *tensors: kernel(*tensors)[0]

@@ -90,7 +90,7 @@ _ATTEMPTS = 8
 
 class TokenSamples:
     """Samples {tokens: int [seq_len], sample_id: int, text_bytes: int} of all streams, of conversations also flags: uint8 [seq_len]
-    (token_flags.py). Ids number them in the order of the config;
+    (packing.py). Ids number them in the order of the config;
     they are the same in every epoch and on every rank.
 
     A shard is compared with its index when a process first reads it: size, number of samples, hash. Processes that read from the

@@ -15,7 +15,7 @@ from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import FLAG_COLUMN, NOT_MARKED, Index, ShardError, read_index
 from llmtrain.data.tokenize.end_of_document import stream_manifest
 from llmtrain.errors import UserError
-from llmtrain.objectives.sections import ObjectiveSection
+from llmtrain.objectives.section import ObjectiveSection
 from llmtrain.schema.data import DataConfig, StreamConfig
 
 
@@ -28,7 +28,11 @@ def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[P
                 continue
             manifest = stream_manifest(stream)
             chat = (manifest or {}).get("inputs", {}).get("chat")
-            if reason := objective.records_refusal(chat and chat["format"]):
+            packing = (manifest or {}).get("inputs", {}).get("packing")
+            reason = objective.records_refusal(chat and chat["format"])
+            if packing is not None and objective.packing not in (None, packing):
+                reason = f"is packed ({packing}); `llmtrain prepare` makes samples of one prompt with packing: {objective.packing}"
+            if reason:
                 path = "data.prepare" if data.prepare is not None else f"data.{split}.streams.{name}"
                 if stream.local not in named or data.prepare is None:  # both splits of prepare's are one folder
                     yield Problem(path, stream.local, reason)

@@ -37,17 +37,17 @@ from llmtrain.errors import UserError
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
 FLAG_COLUMN = "token_flags"
-"""Column of the flags of tokens (token_flags.py): uint8 [seq_len]. Only shards of conversations have it."""
+"""Column of the flags of tokens (packing.py): uint8 [seq_len]. Only shards of conversations have it."""
 NOT_MARKED = (
     "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
     "leave `objective` at next_token"
 )
 
-_NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
 _ENCODINGS = (
     {"bytes", "str", "int", "ndarray", "str_int", "str_float", "str_decimal", "json"}
     | {"pil", "jpeg", "jpeg_array", "jpegarray", "png", "list[pil]", "list[jpeg]", "list[png]"}
-    | _NUMBERS
+    | NUMBERS
 )
 """Encodings of columns, before the colon, that are plain data. MDS has one more, pkl."""
 _TOKEN_ENCODING = re.compile(r"bytes|ndarray(:u?int(8|16|32|64)(:\d+)?)?")
@@ -104,15 +104,15 @@ def _token_fault(kind: dict[str, Any]) -> str | None:
 def _encoded_size(encoding: str) -> int | None:
     """Bytes of a column's value; None where the encoding leaves them to each sample."""
     kind, *rest = encoding.split(":")
-    if kind == "ndarray" and rest and rest[0] not in _NUMBERS:
+    if kind == "ndarray" and rest and rest[0] not in NUMBERS:
         raise _Invalid(rest[0])
     if kind == "ndarray" and len(rest) == 2:
         return _number_size(rest[0]) * math.prod(map(int, rest[1].split(",")))
-    return 8 if kind == "int" else _number_size(kind) if kind in _NUMBERS else None
+    return 8 if kind == "int" else _number_size(kind) if kind in NUMBERS else None
 
 
 def _number_size(kind: str) -> int:
-    """Bytes of one of _NUMBERS."""
+    """Bytes of one of NUMBERS."""
     return int(kind.lstrip("uintfloa")) // 8
 
 

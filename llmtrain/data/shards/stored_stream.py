@@ -20,6 +20,7 @@ from llmtrain.data.inspect.sample_documents import SampleDocuments
 from llmtrain.data.partitions.prepared_folder import MANIFEST, read_manifest
 from llmtrain.data.shards.index import (
     FLAG_COLUMN,
+    NUMBERS,
     TOKEN_COLUMNS,
     Index,
     ShardError,
@@ -71,11 +72,23 @@ class StoredStream:
         return decode_tokens(raw, entry)
 
     def flags(self, shard: int) -> NDArray[np.uint8] | None:
-        """Flags of the tokens of a shard of conversations (token_flags.py), [samples, seq_len]; None for one of texts."""
+        """Flags of the tokens of a shard of conversations (packing.py), [samples, seq_len]; None for one of texts."""
         entry = self.index.shards[shard]
         if FLAG_COLUMN not in entry["column_names"] or not all(entry["column_sizes"]):
             return None
         return _fixed_column(self.content(shard), entry, FLAG_COLUMN).view(np.uint8)
+
+    def columns(self, shard: int) -> dict[str, NDArray]:
+        """Further columns of numbers of a shard, as those of rollouts: [samples] or [samples, n], by name."""
+        entry, found = self.index.shards[shard], dict[str, NDArray]()
+        for name, encoding in zip(entry["column_names"], entry["column_encodings"], strict=True):
+            kind, of, *_ = (*encoding.split(":"), "", "")
+            if name in (*TOKEN_COLUMNS, FLAG_COLUMN) or not all(entry["column_sizes"]):
+                continue
+            if dtype := of if kind == "ndarray" else {"int": "int64"}.get(kind, kind if kind in NUMBERS else ""):
+                values = _fixed_column(self.content(shard), entry, name).view(dtype)
+                found[name] = values if kind == "ndarray" else values[:, 0]
+        return found
 
     def content(self, shard: int) -> bytes:
         """The unpacked bytes of a shard, as they are. Raises ShardError where no place has it."""

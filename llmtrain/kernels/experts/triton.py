@@ -18,13 +18,13 @@ from llmtrain.kernels.launch import cdiv, next_power_of_2
 from llmtrain.kernels.operators import operator, register_autograd
 from llmtrain.kernels.platform import Platform, build_vendor
 
-_SUM_BLOCK = 1024
+_ROW_BLOCK = 1024
 GROUP = 8
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Launch parameters of the products: block_m rows by block_n columns, block_k summed at a time. gradient: of weights."""
+    """Launch parameters of the products: block_m rows by block_n columns, block_k summed at a time."""
 
     block_m: int
     block_n: int
@@ -33,16 +33,18 @@ class Tiles:
     num_stages: int
 
 
-WIDE = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
-GRADIENT = {"nvidia": Tiles(128, 128, 64, 8, 3), "amd": Tiles(128, 128, 32, 8, 2)}
+TILES = {
+    "nvidia": {"product": Tiles(128, 256, 64, 8, 3), "weight_gradient": Tiles(128, 128, 64, 8, 3)},
+    "amd": {"product": Tiles(128, 128, 32, 8, 2), "weight_gradient": Tiles(128, 128, 32, 8, 2)},
+}
 FULL = Tiles(32, 32, 32, 4, 2)
 """Of fp32."""
 
 
-def tiles_of(dtype: torch.dtype, table: dict[str, Tiles]) -> Tiles:
+def tiles_of(dtype: torch.dtype, kernel: str) -> Tiles:
     if dtype == torch.float32:
         return FULL
-    return table.get(build_vendor(), table["nvidia"])
+    return TILES.get(build_vendor(), TILES["nvidia"])[kernel]
 
 
 class TritonExperts:
@@ -60,39 +62,35 @@ class TritonExperts:
         return out
 
 
-def _by_rows(weight: Tensor, slots: Tensor, tiles: Tiles, columns: int) -> tuple[int, int, dict[str, Any]]:
-    """Most tiles of rows, tiles of columns, and the constants of a product."""
-    n = weight.shape[0]
-    constants = {
-        "E": n,
-        "E_POW2": next_power_of_2(n),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": tiles.block_k,
-        "GROUP": GROUP,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
-    return len(slots) // tiles.block_m + n, cdiv(columns, tiles.block_n), constants
-
-
-def _product(rows: Tensor, weight: Tensor, slots: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """[N, K] times weight [n, out, K], or transposed [n, K, out] -> [N, out] by slots."""
-    tiles, columns = tiles_of(rows.dtype, WIDE), weight.shape[2 if transposed else 1]
+def _product(
+    rows: Tensor, weight: Tensor, slots: Tensor, ends: Tensor, top_k: int = 1, *, gather: bool = False, scatter: bool = False,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Rows [N, K], or with gather tokens [T, K], times weight [n, out, K], or transposed [n, K, out] -> [N, out], with scatter by
+    slots."""
+    n, tiles = weight.shape[0], tiles_of(rows.dtype, "product")
+    summed, columns = rows.shape[1], weight.shape[2 if transposed else 1]
     out = rows.new_empty(len(slots), columns)
-    tiles_m, tiles_n, constants = _by_rows(weight, slots, tiles, columns)
-    strides = (weight.shape[1] * weight.shape[2], *((1, columns) if transposed else (rows.shape[1], 1)))
+    tiles_m, tiles_n = len(slots) // tiles.block_m + n, cdiv(columns, tiles.block_n)
     kernels.product[(tiles_m * tiles_n,)](
-        rows, weight, slots, ends, out, rows.shape[1], columns, tiles_m, tiles_n, *strides, **constants
+        rows, weight, slots, ends, out, summed, columns, tiles_m, tiles_n, summed * columns,
+        *((1, columns) if transposed else (summed, 1)), top_k,
+        GATHER=gather, SCATTER=scatter, E=n, E_POW2=next_power_of_2(n), GROUP=GROUP, EVEN_K=summed % tiles.block_k == 0,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
+
+
+def _block(width: int) -> int:
+    return min(_ROW_BLOCK, next_power_of_2(width))
 
 
 def _sum_slots(y: Tensor, weights: Tensor, weighted: bool) -> Tensor:
     """[T * top_k, D] -> [T, D]."""
     tokens, top_k = weights.shape
     out = y.new_empty(tokens, y.shape[1])
-    block = min(_SUM_BLOCK, next_power_of_2(y.shape[1]))
+    block = _block(y.shape[1])
     kernels.sum_slots[tokens, cdiv(y.shape[1], block)](
         y, weights, out, y.shape[1], TOP_K=top_k, WEIGHTED=weighted, BLOCK=block, num_warps=4
     )
@@ -104,16 +102,14 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [T, d_model], and the first product's [N, d_in]."""
     x, weights, w_in, w_out = (t.contiguous() for t in (x, weights, w_in, w_out))
-    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
-    h, act = x.new_empty(len(slots), w_in.shape[1]), x.new_empty(len(slots), f)
     if not len(slots):
-        return torch.zeros_like(x), h
-    tiles_m, tiles_n, constants = _by_rows(w_in, slots, tiles, f)
-    kernels.first_product[(tiles_m * tiles_n,)](
-        x, w_in, slots, ends, h, act, x.shape[1], f, tiles_m, tiles_n, w_in.shape[1] * w_in.shape[2], weights.shape[1],
-        ACTIVATION=activation, GATED=activation in GATED, **constants,
-    )  # fmt: skip
-    return _sum_slots(_product(act, w_out, slots, ends, transposed=False), weights, weighted=True), h
+        return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
+    h, f = _product(x, w_in, slots, ends, weights.shape[1], gather=True), w_out.shape[2]
+    act, block = x.new_empty(len(slots), f), _block(f)
+    kernels.activate[len(slots), cdiv(f, block)](
+        h, act, f, ACTIVATION=activation, GATED=activation in GATED, BLOCK=block, num_warps=4
+    )
+    return _sum_slots(_product(act, w_out, slots, ends, scatter=True), weights, weighted=True), h
 
 
 def launch_backward(
@@ -129,25 +125,23 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weights, w_in and w_out."""
     dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
-    f, tiles = w_out.shape[2], tiles_of(x.dtype, WIDE)
     if not len(slots):
         return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))
-    d_h, act = torch.empty_like(h), x.new_empty(len(slots), f)
-    tiles_m, tiles_n, constants = _by_rows(w_out, slots, tiles, f)
-    partials = torch.empty(tiles_n, len(slots), dtype=torch.float32, device=x.device)
-    kernels.first_backward[(tiles_m * tiles_n,)](
-        dy, w_out, slots, ends, weights, h, d_h, act, partials, x.shape[1], f, len(slots), tiles_m, tiles_n,
-        w_out.shape[1] * f, weights.shape[1], ACTIVATION=activation, GATED=activation in GATED, **constants,
+    f, top_k = w_out.shape[2], weights.shape[1]
+    d_act = _product(dy, w_out, slots, ends, top_k, gather=True, transposed=True)
+    d_h, d_weights = torch.empty_like(h), torch.empty_like(weights)
+    kernels.activate_backward[(len(slots),)](
+        d_act, h, slots, weights, d_h, d_weights, f,
+        ACTIVATION=activation, GATED=activation in GATED, BLOCK=_block(f), num_warps=4,
     )  # fmt: skip
-    d_x = _sum_slots(_product(d_h, w_in, slots, ends, transposed=True), weights, weighted=False)
-    d_weights = partials.sum(0).view_as(weights).to(weights.dtype)
-    d_w_in = _weight_gradient(d_h, x, slots, ends, weights.shape[1], gather_left=False)
-    return d_x, d_weights, d_w_in, _weight_gradient(dy, act, slots, ends, weights.shape[1], gather_left=True)
+    d_x = _sum_slots(_product(d_h, w_in, slots, ends, scatter=True, transposed=True), weights, weighted=False)
+    d_w_in = _weight_gradient(d_h, x, slots, ends, top_k, gather_left=False)
+    return d_x, d_weights, d_w_in, _weight_gradient(dy, d_act, slots, ends, top_k, gather_left=True)
 
 
 def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, top_k: int, gather_left: bool) -> Tensor:
     """[n_experts, columns of left, columns of right]."""
-    tiles, (m, n) = tiles_of(left.dtype, GRADIENT), (left.shape[1], right.shape[1])
+    tiles, (m, n) = tiles_of(left.dtype, "weight_gradient"), (left.shape[1], right.shape[1])
     out, tiles_n = left.new_empty(len(ends), m, n), cdiv(n, tiles.block_n)
     kernels.weight_gradient[cdiv(m, tiles.block_m) * tiles_n, len(ends)](
         left, right, slots, ends, out, m, n, tiles_n, top_k,

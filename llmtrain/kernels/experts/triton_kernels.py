@@ -71,19 +71,25 @@ def _gemm(
     N,
     stride_n,
     stride_k,
+    EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] in fp32: rows of a [., K] times columns of w."""
+    """[BLOCK_M, BLOCK_N] in fp32: rows of a [., K] times columns of w. EVEN_K: K is of whole blocks."""
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     left = a + a_rows[:, None] * K + k[None, :]
     right = w + columns[None, :].to(tl.int64) * stride_n + k[:, None] * stride_k
+    there = (columns < N)[None, :]
     for start in range(0, K, BLOCK_K):
-        within = k < K - start
-        x = tl.load(left, mask=inside[:, None] & within[None, :], other=0.0)
-        y = tl.load(right, mask=within[:, None] & (columns < N)[None, :], other=0.0)
+        if EVEN_K:
+            x = tl.load(left, mask=inside[:, None], other=0.0)
+            y = tl.load(right, mask=there, other=0.0)
+        else:
+            within = k < K - start
+            x = tl.load(left, mask=inside[:, None] & within[None, :], other=0.0)
+            y = tl.load(right, mask=within[:, None] & there, other=0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
         left += BLOCK_K
         right += BLOCK_K * stride_k
@@ -92,91 +98,68 @@ def _gemm(
 
 @jit
 def product(
-    a, w, slots, ends, out, K, N, tiles_m, tiles_n, stride_e, stride_n, stride_k,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    a, w, slots, ends, out, K, N, tiles_m, tiles_n, stride_e, stride_n, stride_k, top_k,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    E: tl.constexpr, E_POW2: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [slots, N] = rows of a [N, K] times their expert's weight, each row at its slot."""
+    """out [., N] = rows of a [., K] times their expert's weight. GATHER: rows of a are tokens. SCATTER: those of out are slots."""
     pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
     expert, first, end = _tile(ends, pid_m, E, E_POW2, BLOCK_M)
     if first < end:
         rows = first + tl.arange(0, BLOCK_M)
         inside = rows < end
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        source = rows
+        if GATHER:
+            source = tl.load(slots + rows, mask=inside, other=0) // top_k
         found = _gemm(
-            a, w + expert.to(tl.int64) * stride_e, rows.to(tl.int64), inside, columns, K, N, stride_n, stride_k,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            a, w + expert.to(tl.int64) * stride_e, source.to(tl.int64), inside, columns, K, N, stride_n, stride_k,
+            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        at = tl.load(slots + rows, mask=inside, other=0).to(tl.int64)
-        to = out + at[:, None] * N + columns[None, :]
+        if SCATTER:
+            rows = tl.load(slots + rows, mask=inside, other=0)
+        to = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
         tl.store(to, found.to(out.dtype.element_ty), mask=inside[:, None] & (columns < N)[None, :])
 
 
 @jit
-def first_product(
-    x, w, slots, ends, h, act, K, F, tiles_m, tiles_n, stride_e, top_k,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """h [N, F or 2 F] = the tokens of the rows times w_in, and its activation act [N, F]."""
-    pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
-    expert, first, end = _tile(ends, pid_m, E, E_POW2, BLOCK_M)
-    if first < end:
-        rows = first + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        tokens = (tl.load(slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
-        weight = w + expert.to(tl.int64) * stride_e
-        mask = inside[:, None] & (columns < F)[None, :]
-        gate = _gemm(x, weight, tokens, inside, columns, K, F, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
-        gate = gate.to(h.dtype.element_ty)
-        width = 2 * F if GATED else F
-        to = h + rows.to(tl.int64)[:, None] * width + columns[None, :]
-        tl.store(to, gate, mask=mask)
-        found, _ = _activated(gate.to(tl.float32), ACTIVATION)
-        if GATED:
-            up = _gemm(x, weight + F.to(tl.int64) * K, tokens, inside, columns, K, F, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
-            up = up.to(h.dtype.element_ty)
-            tl.store(to + F, up, mask=mask)
-            found *= up.to(tl.float32)
-        tl.store(act + rows.to(tl.int64)[:, None] * F + columns[None, :], found.to(act.dtype.element_ty), mask=mask)
+def activate(h, act, F, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """act [N, F] = the activation of h [N, F or 2 F]. Program (row, tile)."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < F
+    gate = h + row * (2 * F if GATED else F) + columns
+    found, _ = _activated(tl.load(gate, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        found *= tl.load(gate + F, mask=inside, other=0.0).to(tl.float32)
+    tl.store(act + row * F + columns, found.to(act.dtype.element_ty), mask=inside)
 
 
 @jit
-def first_backward(
-    dy, w, slots, ends, weights, h, d_h, act, partials, K, F, n_rows, tiles_m, tiles_n, stride_e, top_k,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    E: tl.constexpr, E_POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """The gradient of h from dy [T, K]; act = the activation times the row's weight, again; partials [tiles_n, N], whose sum is the
-    gradient of the weights."""
-    pid_m, pid_n = _swizzled(tl.program_id(0), tiles_m, tiles_n, GROUP)
-    expert, first, end = _tile(ends, pid_m, E, E_POW2, BLOCK_M)
-    if first < end:
-        rows = first + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = tl.load(slots + rows, mask=inside, other=0)
-        factor = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
-        d = _gemm(
-            dy, w + expert.to(tl.int64) * stride_e, (at // top_k).to(tl.int64), inside, columns, K, F, 1, F,
-            BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        mask = inside[:, None] & (columns < F)[None, :]
-        width = 2 * F if GATED else F
-        place = rows.to(tl.int64)[:, None] * width + columns[None, :]
-        gate = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
-        found, slope = _activated(gate, ACTIVATION)
-        d_weighted = d * factor[:, None]
+def activate_backward(
+    d, h, slots, weights, d_h, d_weights, F, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """d [N, F] is the gradient of the activation before the row's weight; it becomes the activation times that weight. Also the
+    gradients of h and, by slots, of the weights. Program: row."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    factor = tl.load(weights + slot).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, F, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < F
+        at = row * (2 * F if GATED else F) + columns
+        given = tl.load(d + row * F + columns, mask=inside, other=0.0).to(tl.float32)
+        found, slope = _activated(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
         if GATED:
-            up = tl.load(h + place + F, mask=mask, other=0.0).to(tl.float32)
-            tl.store(d_h + place + F, (d_weighted * found).to(d_h.dtype.element_ty), mask=mask)
+            up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)
+            tl.store(d_h + at + F, (given * factor * found).to(d_h.dtype.element_ty), mask=inside)
             slope *= up
             found *= up
-        tl.store(d_h + place, (d_weighted * slope).to(d_h.dtype.element_ty), mask=mask)
-        sums = tl.sum(tl.where(mask, d * found, 0.0), 1)
-        tl.store(partials + pid_n.to(tl.int64) * n_rows + at, sums, mask=inside)
-        to = act + rows.to(tl.int64)[:, None] * F + columns[None, :]
-        tl.store(to, (found * factor[:, None]).to(act.dtype.element_ty), mask=mask)
+        tl.store(d_h + at, (given * factor * slope).to(d_h.dtype.element_ty), mask=inside)
+        total += tl.where(inside, given * found, 0.0)
+        tl.store(d + row * F + columns, (found * factor).to(d.dtype.element_ty), mask=inside)
+    tl.store(d_weights + slot, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
 @jit

@@ -54,6 +54,17 @@ def _join(U, A, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
+def solve(A, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+    """U of a chunk from its A, [C, C], which is 0 on the diagonal and above."""
+    U = _solve_diagonal(A, beta, C)
+    if C > 16:
+        U = _join(U, A, beta, C, 16, PRECISION)
+    if C > 32:
+        U = _join(U, A, beta, C, 32, PRECISION)
+    return tl.reshape(U, (C, C))
+
+
+@triton.jit
 def chunk_transform_kernel(
     k, log_decay, beta, ids, transform, decays,
     T, padded, part, k_row,
@@ -92,12 +103,7 @@ def chunk_transform_kernel(
         )
         products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
     A = tl.where(o[:, None] > o[None, :], products * pair_decays(g, ids, row, chunk, T, C, DOCUMENTS), 0.0)
-    U = _solve_diagonal(A, b, C)
-    if C > 16:
-        U = _join(U, A, b, C, 16, SOLVE_PRECISION)
-    if C > 32:
-        U = _join(U, A, b, C, 32, SOLVE_PRECISION)
-    U = tl.reshape(U, (C, C))
+    U = solve(A, b, C, SOLVE_PRECISION)
     tl.store(
         transform + out * C + o[:, None] * (H * C) + o[None, :], U.to(transform.dtype.element_ty), mask=there[:, None]
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.errors import UserError
+from llmtrain.kernels.gated_delta.operators import differentiable
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.platform import Platform
 
@@ -115,28 +115,6 @@ def like_inputs(
     if initial_state is None:
         return *found, found[0].new_empty(0)
     return *found, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
-
-
-def differentiable(forward: Any, backward: Any) -> None:
-    """Register the backward operator's fake, and with it the forward operator's gradient. forward: of q, k, v, log_decay, beta, the
-    initial state and document_ids, to y, the last state and what `backward` takes after them."""
-
-    @backward.register_fake
-    def _(dy, d_final, q, k, v, log_decay, beta, initial_state, document_ids, *kept):
-        d_initial = q.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-        return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
-
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, *output[2:])
-        ctx.set_materialize_grads(False)
-
-    def gradient(ctx, dy, d_final, *_):
-        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-        dy = inputs[2].new_zeros(inputs[2].shape) if dy is None else dy
-        *gradients, d_initial = backward(dy, d_final, *inputs, *kept)
-        return *gradients, None if inputs[5] is None else d_initial, None
-
-    forward.register_autograd(gradient, setup_context=setup_context)
 
 
 fla_gated_delta_forward = torch.library.custom_op("llmtrain::fla_gated_delta_forward", launch_forward, mutates_args=())

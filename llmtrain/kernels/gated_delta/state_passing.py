@@ -11,25 +11,25 @@ from llmtrain.kernels.gated_delta.chunk_decays import inside, load_decays
 
 
 @triton.jit
-def _load_tokens(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def load_tokens(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """[tokens, channels]"""
     return tl.load(x + o[:, None] * token + c[None, :], mask=there[:, None] & inside(c, K, BK)[None, :], other=0.0)
 
 
 @triton.jit
-def _load_turned(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def load_turned(x, o, c, there, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """[channels, tokens]"""
     return tl.load(x + o[None, :] * token + c[:, None], mask=there[None, :] & inside(c, K, BK)[:, None], other=0.0)
 
 
 @triton.jit
-def _load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
     return tl.load(x + c[:, None] * V + e[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
     tl.store(x + c[:, None] * V + e[None, :], state, mask=mask)
 
@@ -51,27 +51,27 @@ def state_passing_kernel(
     initial += (row * H + head) * K * V
     final += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    state = _load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = _load_state(initial, d, e, K, V, BK, BV) if INITIAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    state = load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
+    second = load_state(initial, d, e, K, V, BK, BV) if INITIAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
     for chunk in range(chunks):
         begin = tl.cast(chunk, tl.int64) * C
         there = o < T - begin
         out = (row * T + begin) * H + head
         of_values = there[:, None] & inside(e, V, BV)[None, :]
         of_errors = o[:, None] * (H * V) + e[None, :]
-        keys = _load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
-        turned_keys = _load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
+        keys = load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
+        turned_keys = load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
         values = tl.load(v + begin * v_token + o[:, None] * v_token + e[None, :], mask=of_values, other=0.0)
         U = tl.load(transform + out * C + o[:, None] * (H * C) + o[None, :], mask=there[:, None], other=0.0)
         _, b, from_start, to_end, whole = load_decays(decays, row * H + head, chunk, padded, part, C)
         to = states + ((row * chunks + chunk) * H + head) * K * V
         narrow = state.to(dtype)
-        _store_state(to, narrow, c, e, K, V, BK, BV)
+        store_state(to, narrow, c, e, K, V, BK, BV)
         found = tl.dot(keys, narrow, input_precision=PRECISION)
         if K > BK:
-            more_keys = _load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
+            more_keys = load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
             narrow = second.to(dtype)
-            _store_state(to, narrow, d, e, K, V, BK, BV)
+            store_state(to, narrow, d, e, K, V, BK, BV)
             found = tl.dot(more_keys, narrow, found, input_precision=PRECISION)
         x = values.to(tl.float32) - from_start[:, None] * found
         error = tl.dot(U, (x * b[:, None]).to(dtype), x, input_precision=PRECISION)
@@ -79,11 +79,11 @@ def state_passing_kernel(
         written = (error * (b * to_end)[:, None]).to(dtype)
         state = tl.dot(turned_keys, written, state * whole, input_precision=PRECISION)
         if K > BK:
-            more_turned = _load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
+            more_turned = load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
             second = tl.dot(more_turned, written, second * whole, input_precision=PRECISION)
-    _store_state(final, state, c, e, K, V, BK, BV)
+    store_state(final, state, c, e, K, V, BK, BV)
     if K > BK:
-        _store_state(final, second, d, e, K, V, BK, BV)
+        store_state(final, second, d, e, K, V, BK, BV)
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def state_passing_bwd_kernel(
     d_final += (row * H + head) * K * V
     d_initial += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    d_state = _load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = _load_state(d_final, d, e, K, V, BK, BV) if FINAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    d_state = load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
+    second = load_state(d_final, d, e, K, V, BK, BV) if FINAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
     for n in range(chunks):
         chunk = chunks - 1 - n
         begin = tl.cast(chunk, tl.int64) * C
@@ -114,9 +114,9 @@ def state_passing_bwd_kernel(
         out = (row * T + begin) * H + head
         of_values = there[:, None] & inside(e, V, BV)[None, :]
         of_pairs, of_written = o[None, :] * (H * C) + o[:, None], o[:, None] * (H * V) + e[None, :]
-        keys = _load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
-        turned_keys = _load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
-        queries = _load_turned(q + begin * q_token, o, c, there, q_token, K, BK)
+        keys = load_tokens(k + begin * k_token, o, c, there, k_token, K, BK)
+        turned_keys = load_turned(k + begin * k_token, o, c, there, k_token, K, BK)
+        queries = load_turned(q + begin * q_token, o, c, there, q_token, K, BK)
         up = tl.load(dy + begin * dy_token + o[:, None] * dy_token + e[None, :], mask=of_values, other=0.0)
         U = tl.load(transform + out * C + of_pairs, mask=there[None, :], other=0.0)
         read = tl.load(scores + out * C + of_pairs, mask=there[None, :], other=0.0)
@@ -125,14 +125,14 @@ def state_passing_bwd_kernel(
         by_outputs = tl.dot(read, up, input_precision=PRECISION)
         up = (up * from_start[:, None]).to(dtype)
         narrow = d_state.to(dtype)
-        _store_state(to, narrow, c, e, K, V, BK, BV)
+        store_state(to, narrow, c, e, K, V, BK, BV)
         d_new = tl.dot(keys, narrow, input_precision=PRECISION)
         d_state = tl.dot(queries, up, d_state * whole, input_precision=PRECISION)
         if K > BK:
-            more_keys = _load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
-            more_queries = _load_turned(q + begin * q_token, o, d, there, q_token, K, BK)
+            more_keys = load_tokens(k + begin * k_token, o, d, there, k_token, K, BK)
+            more_queries = load_turned(q + begin * q_token, o, d, there, q_token, K, BK)
             narrow = second.to(dtype)
-            _store_state(to, narrow, d, e, K, V, BK, BV)
+            store_state(to, narrow, d, e, K, V, BK, BV)
             d_new = tl.dot(more_keys, narrow, d_new, input_precision=PRECISION)
             second = tl.dot(more_queries, up, second * whole, input_precision=PRECISION)
         d_new = d_new * to_end[:, None] + by_outputs
@@ -141,9 +141,9 @@ def state_passing_bwd_kernel(
         less = (d_new * (-b * from_start)[:, None]).to(dtype)
         d_state = tl.dot(turned_keys, less, d_state, input_precision=PRECISION)
         if K > BK:
-            more_turned = _load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
+            more_turned = load_turned(k + begin * k_token, o, d, there, k_token, K, BK)
             second = tl.dot(more_turned, less, second, input_precision=PRECISION)
     if INITIAL:
-        _store_state(d_initial, d_state, c, e, K, V, BK, BV)
+        store_state(d_initial, d_state, c, e, K, V, BK, BV)
         if K > BK:
-            _store_state(d_initial, second, d, e, K, V, BK, BV)
+            store_state(d_initial, second, d, e, K, V, BK, BV)

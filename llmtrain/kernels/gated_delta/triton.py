@@ -17,6 +17,16 @@ import triton
 from torch import Tensor
 
 from llmtrain.kernels.gated_delta import chunk_outputs, chunk_transform, state_passing
+from llmtrain.kernels.gated_delta.operators import (
+    blocks,
+    differentiable,
+    heads_in_order,
+    ids_or,
+    keys,
+    precision,
+    programs,
+    strides,
+)
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile, launch_for
 from llmtrain.kernels.platform import Platform, without_wgmma
@@ -54,28 +64,28 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     initial_state: Tensor | None, document_ids: Tensor | None, chunk_size: int, launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_heads_in_order(t) for t in (q, k, v))
-    log_decay, beta, ids = log_decay.contiguous(), beta.contiguous(), _ids(document_ids, log_decay)
+    q, k, v = (heads_in_order(t) for t in (q, k, v))
+    log_decay, beta, ids = log_decay.contiguous(), beta.contiguous(), ids_or(document_ids, log_decay)
     batch, T, H, V = v.shape
     K, C = k.shape[3], chunk_size
     transform, decays, states, errors, scores = _kept(k, v, C)
     y, final = v.new_empty(v.shape), v.new_empty((batch, H, K, V), dtype=torch.float32)
-    shape = {"H": H, "SHARE": H // k.shape[2], "K": K, "C": C, "PRECISION": _precision(k)}
+    shape = {"H": H, "SHARE": H // k.shape[2], "K": K, "C": C, "PRECISION": precision(k)}
     of_documents = {"DOCUMENTS": document_ids is not None}
     chunks = triton.cdiv(T, C)
     sizes = (T, chunks, chunks * C, batch * H * chunks * C)
 
     chunk_transform.chunk_transform_kernel[(chunks, batch * H)](
-        k, log_decay, beta, ids, transform, decays, T, *sizes[2:], *_strides(k), **shape, **of_documents,
-        SOLVE_PRECISION=_precision(k, launch.solve_precision), **_keys(launch.chunk_transform, K),
+        k, log_decay, beta, ids, transform, decays, T, *sizes[2:], *strides(k), **shape, **of_documents,
+        SOLVE_PRECISION=precision(k, launch.solve_precision), **keys(launch.chunk_transform, K),
     )  # fmt: skip
-    state_passing.state_passing_kernel[(_programs(launch.state_passing, V), batch * H)](
+    state_passing.state_passing_kernel[(programs(launch.state_passing, V), batch * H)](
         k, v, transform, decays, decays if initial_state is None else initial_state.contiguous(), states, errors, final,
-        *sizes, *_strides(k, v), **shape, V=V, INITIAL=initial_state is not None, **_all_keys(launch.state_passing, K, V),
+        *sizes, *strides(k, v), **shape, V=V, INITIAL=initial_state is not None, **_all_keys(launch.state_passing, K, V),
     )  # fmt: skip
-    chunk_outputs.chunk_outputs_kernel[(_programs(launch.chunk_outputs, V), chunks, batch * H)](
-        q, k, decays, ids, states, errors, y, scores, *sizes, *_strides(q, k), **shape, V=V, **of_documents,
-        **_blocks(launch.chunk_outputs, K, V),
+    chunk_outputs.chunk_outputs_kernel[(programs(launch.chunk_outputs, V), chunks, batch * H)](
+        q, k, decays, ids, states, errors, y, scores, *sizes, *strides(q, k), **shape, V=V, **of_documents,
+        **blocks(launch.chunk_outputs, K, V),
     )  # fmt: skip
     return y, final, transform, decays, states, errors, scores
 
@@ -130,30 +140,30 @@ def _gradients(
     errors: Tensor, scores: Tensor, chunk_size: int, launch: Launch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     like = (q, k, v, log_decay, beta)
-    q, k, dy = (_heads_in_order(t) for t in (q, k, dy))
-    ids = _ids(document_ids, decays)
+    q, k, dy = (heads_in_order(t) for t in (q, k, dy))
+    ids = ids_or(document_ids, decays)
     batch, T, H, V = v.shape
     K, C, share = k.shape[3], chunk_size, H // k.shape[2]
-    shape = {"H": H, "SHARE": share, "K": K, "V": V, "C": C, "PRECISION": _precision(k)}
+    shape = {"H": H, "SHARE": share, "K": K, "V": V, "C": C, "PRECISION": precision(k)}
     chunks = triton.cdiv(T, C)
     sizes = (T, chunks, chunks * C, batch * H * chunks * C)
-    strides = _strides(q, k, dy)
+    steps = strides(q, k, dy)
 
     d_states, d_written = torch.empty_like(states), torch.empty_like(errors)
     d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    state_passing.state_passing_bwd_kernel[(_programs(launch.state_passing_bwd, V), batch * H)](
+    state_passing.state_passing_bwd_kernel[(programs(launch.state_passing_bwd, V), batch * H)](
         q, k, transform, scores, decays, dy, decays if d_final is None else d_final.contiguous(), d_states, d_written,
-        d_initial, *sizes, *strides, **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
+        d_initial, *sizes, *steps, **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
         **_all_keys(launch.state_passing_bwd, K, V),
     )  # fmt: skip
     dq, dk = (k.new_empty((batch, T, H, K)) for _ in range(2))
     dv = v.new_empty(v.shape)
-    blocks = _blocks(launch.chunk_gradients, K, V)
-    parts = triton.cdiv(K, blocks["BK"])
+    tile = blocks(launch.chunk_gradients, K, V)
+    parts = triton.cdiv(K, tile["BK"])
     d_log_decay, d_beta = decays.new_empty((parts, batch, T, H)), decays.new_empty((batch, T, H))
     chunk_outputs.chunk_gradients_kernel[(parts, chunks, batch * H)](
         q, k, decays, ids, states, d_states, errors, d_written, dy, dq, dk, dv, d_log_decay, d_beta,
-        *sizes, batch * T * H, *strides, **shape, DOCUMENTS=document_ids is not None, **blocks,
+        *sizes, batch * T * H, *steps, **shape, DOCUMENTS=document_ids is not None, **tile,
     )  # fmt: skip
     d_log_decay = d_log_decay.sum(0) if parts > 1 else d_log_decay[0]
     if share > 1:
@@ -165,64 +175,10 @@ def _gradients(
 gated_delta_backward = torch.library.custom_op("llmtrain::gated_delta_backward", launch_backward, mutates_args=())
 
 
-@gated_delta_backward.register_fake
-def _(dy, d_final, q, k, v, log_decay, beta, initial_state, *_):
-    d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.chunk_size, ctx.options = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, d_final, *_):
-    saved = ctx.saved_tensors
-    dy = saved[2].new_zeros(saved[2].shape) if dy is None else dy
-    *gradients, d_initial = gated_delta_backward(dy, d_final, *saved, ctx.chunk_size, ctx.options)
-    return *gradients, None if saved[5] is None else d_initial, None, None, None
-
-
-gated_delta_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _heads_in_order(t: Tensor) -> Tensor:
-    """[batch, T, heads, channels] whose heads and channels lie side by side."""
-    return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Strides of rows, and then of tokens."""
-    return [t.stride(dim) for dim in (0, 1) for t in tensors]
-
-
-def _ids(document_ids: Tensor | None, unused: Tensor) -> Tensor:
-    return unused if document_ids is None else document_ids.contiguous()
-
-
-def _precision(t: Tensor, of_fp32: str = "ieee") -> str:
-    """Precision of products of fp32: as exact as it goes for inputs of fp32."""
-    return "ieee" if t.dtype == torch.float32 else of_fp32
-
-
-def _width(block: int, channels: int) -> int:
-    return min(block, max(16, triton.next_power_of_2(channels)))
-
-
-def _programs(tile: Tile, V: int) -> int:
-    return triton.cdiv(V, _width(tile.block_values, V))
-
-
-def _keys(tile: Tile, K: int) -> dict[str, int]:
-    return {"BK": _width(tile.block_keys, K), "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-def _blocks(tile: Tile, K: int, V: int) -> dict[str, int]:
-    return _keys(tile, K) | {"BV": _width(tile.block_values, V)}
+differentiable(gated_delta_forward, gated_delta_backward)
 
 
 def _all_keys(tile: Tile, K: int, V: int) -> dict[str, int]:
     """Blocks of programs that take all keys, in two halves if they are more than a block."""
-    blocks = _blocks(tile, K, V)
-    return blocks | {"BK": max(blocks["BK"], triton.next_power_of_2(K) // 2)}
+    sizes = blocks(tile, K, V)
+    return sizes | {"BK": max(sizes["BK"], triton.next_power_of_2(K) // 2)}

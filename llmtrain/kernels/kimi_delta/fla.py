@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, differentiable, like_inputs
+from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, like_inputs
+from llmtrain.kernels.gated_delta.operators import differentiable
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.platform import Platform
 

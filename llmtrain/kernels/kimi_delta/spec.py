@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_package
+from llmtrain.kernels.refusals import refuse_package, refuse_triton
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,14 @@ class KimiDeltaSpec(GatedDeltaSpec):
         assert self.chunk_size & (self.chunk_size - 1) == 0, self.chunk_size
         size = min(self.chunk_size, 1 << (seq_len - 1).bit_length())
         return -(-seq_len // size), size
+
+
+def refuse_triton_chunks(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"our Triton Kimi Delta Attention takes bfloat16 or float16, not {spec.dtype}"
+    if spec.key_head_dim > 128:
+        return f"our Triton Kimi Delta Attention takes a key_head_dim up to 128, not {spec.key_head_dim}"
+    return refuse_triton(spec.dtype, platform)
 
 
 def refuse_fla(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:

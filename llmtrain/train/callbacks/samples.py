@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.token_samples import TokenSamples
 from llmtrain.data.shards.packing import ENDS, TRAINED
@@ -27,14 +27,6 @@ from llmtrain.train.callbacks.evaluation import evaluating
 EXACT_MATCH = "samples/exact_match"
 FILE = "samples.jsonl"
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Question:
-    """Tokens before the last answer of a held-out conversation, and the answer without the token that ends it; None of a prompt."""
-
-    ids: list[int]
-    answer: list[int] | None
 
 
 class Samples(Callback):
@@ -136,25 +128,13 @@ def held_out_questions(data: DataConfig, count: int, tokenizer: TextTokenizer, r
         for tokens, flags in parts:
             if (
                 count
-                and (found := _question(tokens.tolist(), (flags & TRAINED) != 0, tokenizer))
+                and (found := question_of(tokens.tolist(), (flags & TRAINED) != 0, tokenizer.end_ids))
                 and len(found.ids) <= room
             ):
                 yield found
                 count -= 1
         if not count:
             return
-
-
-def _question(ids: Sequence[int], trained: np.ndarray, tokenizer: TextTokenizer) -> Question | None:
-    if not trained.any():
-        return None
-    end = int(np.flatnonzero(trained)[-1]) + 1
-    before = np.flatnonzero(~trained[:end])
-    begin = int(before[-1]) + 1 if len(before) else 0
-    answer = list(ids[begin:end])
-    ends = set(tokenizer.end_ids)
-    answer = answer[: next((at for at, token in enumerate(answer) if token in ends), len(answer))]
-    return Question(list(ids[:begin]), answer) if begin and answer else None
 
 
 def samples_callbacks(

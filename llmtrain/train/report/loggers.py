@@ -55,6 +55,7 @@ class TensorBoardLogger(StepLogger):
     """
 
     again_seconds = 60.0
+    background = True  # its import takes seconds
 
     def __init__(self, folder: Path, interval: int):
         super().__init__(interval)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llmtrain.adapt.base import adaptations, adapted
+from llmtrain.adapt.nf4 import _Product, quantised
 from llmtrain.kernels.platform import cpu
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
@@ -53,3 +54,14 @@ def test_adapted_layers_are_one_graph(dora, base):
     assert all(one is not None and one.norm() > 0 for one in found[0])
     for eager, traced in zip(*found, strict=True):
         torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-7)
+
+
+def test_the_compiler_keeps_a_weight_in_4_bits_for_the_gradient_and_nothing_wider():
+    """From what it keeps it may choose: what concatenates halves of a byte is not computed again, and stayed, a byte per weight."""
+    one = quantised(torch.randn(512, 256))
+
+    def product(x):
+        return _Product.apply(x, one.codes, one.scales, one.steps, one.mean, *one.shape)
+
+    kept = torch.compile(product, backend="aot_eager_decomp_partition")(torch.randn(3, 256, requires_grad=True))
+    assert sum(t.numel() * t.element_size() for t in kept.grad_fn.saved_tensors) < 0.6 * 512 * 256

@@ -1,12 +1,17 @@
 """Restarts in place, without ranks; and of two ranks that are plain programs."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from llmtrain.commands.checks import load_runnable
 from llmtrain.distributed.launch import launch
 from llmtrain.distributed.restarts import run_with_restarts
+from llmtrain.errors import UserError
+from tests.support.tiny import tiny_settings
 
 DIES_TWICE = """
 import os, signal, time
@@ -27,9 +32,12 @@ def restarted(statuses: list[int], most: int, gpus: list[int] | None = None, bat
         return statuses[attempt]
 
     places = iter(gpus or [])
-    status = run_with_restarts(
-        start, 4, most, lambda ranks: batch % ranks == 0, (lambda: next(places)) if gpus else None
-    )
+
+    def check(ranks: int) -> None:
+        if batch % ranks:
+            raise UserError(f"{batch} is no multiple of {ranks}")
+
+    status = run_with_restarts(start, 4, most, check, (lambda: next(places)) if gpus else None)
     return status, starts
 
 
@@ -48,7 +56,37 @@ def test_fewer_gpus_have_as_many_ranks_as_divide_the_batch(capsys):
     assert restarted([1, 1, 0], 3, gpus=[3, 1]) == (0, [4, 2, 1])
     assert "start again, 2 instead of 4, from the newest" in capsys.readouterr().err
     assert restarted([1], 3, gpus=[0]) == (1, [4])
-    assert "no restart: 0 of 4 GPUs are left" in capsys.readouterr().err
+    assert "no restart: 0 of 4 GPUs are left\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "places", "ranks", "reason"),
+    [
+        ({}, 3, 2, ""),  # the replica that is left whole
+        (
+            {"train.sharding.shard_size": 4},
+            3,
+            0,
+            "train.sharding.shard_size *line 1 *4: must divide the number of ranks \\(3\\)",
+        ),
+        ({"train.global_batch_size": 4, "train.microbatch_size": 2}, 3, 2, ""),
+        ({"train.global_batch_size": 3, "train.microbatch_size": 3}, 1, 0, "shard_size"),
+    ],
+)
+def test_hybrid_sharding_loses_whole_replicas(shards, tmp_path, capsys, changes, places, ranks, reason):
+    """The launcher's own checks of the YAML, with sharding in groups of two of four ranks."""
+    hybrid = {"train.sharding": {"strategy": "hybrid", "shard_size": 2}, "train.microbatch_size": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tiny_settings(shards, tmp_path / "run", hybrid | changes)))
+    starts: list[int] = []
+
+    def start(number: int, attempt: int) -> int:
+        starts.append(number)
+        return 137 if attempt == 0 else 0
+
+    status = run_with_restarts(start, 4, 1, lambda number: load_runnable(file, world_size=number), lambda: places)
+    assert (status, starts) == ((0, [4, ranks]) if ranks else (137, [4]))
+    assert re.search(reason, capsys.readouterr().err)
 
 
 def test_ranks_that_were_killed_start_again_and_the_run_succeeds(tmp_path: Path):
@@ -59,5 +97,5 @@ def test_ranks_that_were_killed_start_again_and_the_run_succeeds(tmp_path: Path)
         starts.append(attempt)
         return launch(command, ranks, str(tmp_path), attempt=attempt)
 
-    assert run_with_restarts(start, 2, 3, lambda ranks: True) == 0
+    assert run_with_restarts(start, 2, 3, lambda ranks: None) == 0
     assert starts == [0, 1, 2]

@@ -321,7 +321,7 @@ def test_tables_go_to_wandb_under_their_step(monkeypatch, capsys):
 
 def test_tensorboard_goes_on_in_another_file(tmp_path, monkeypatch, capsys):
     logger = TensorBoardLogger(tmp_path / "tensorboard", interval=1)
-    logger.again_seconds = 0.0
+    logger.again_seconds, logger.background = 0.0, False
     logger.init(state(), SimpleNamespace())  # type: ignore[arg-type]
 
     def fail(*args: object) -> None:

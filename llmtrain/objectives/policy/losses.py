@@ -12,7 +12,7 @@ is a token's loss; gspo takes for rho the geometric mean of an answer's ratios (
     dr_grpo      sum over tokens / (answers * most tokens of an answer) (Liu et al., arXiv:2503.20783)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,9 @@ class PolicyLoss:
     kl: KLEstimator = "k3"
     kl_ratio: bool = True
     max_new_tokens: int = 0
+
+    def with_divergence(self, beta: float, kl: KLEstimator, kl_ratio: bool) -> "PolicyLoss":
+        return replace(self, beta=beta, kl=kl, kl_ratio=kl_ratio)
 
 
 def advantages(rewards: Tensor, scale: Scale = "group", eps: float = 1e-4) -> tuple[Tensor, Tensor]:
@@ -129,15 +132,14 @@ def importance_weights(
     return ratio.clamp(max=most) if mode.endswith("truncate") else torch.where(ratio > most, 0.0, ratio)
 
 
-def clipped_share(to: PolicyLoss, log_p: Tensor, old: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    """Share of the tokens (gspo: answers) at which the clip stops the gradient."""
+def is_clipped(to: PolicyLoss, log_p: Tensor, old: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
+    """Tokens at which the clip stops the gradient, of gspo all or none of an answer: bool [answers, T]."""
     log_ratio = log_p.detach() - old
-    weight = mask.to(log_p.dtype)
     if to.name == "gspo":
-        log_ratio, weight = _mean(log_ratio, mask)[:, None], weight.any(dim=1, keepdim=True).to(log_p.dtype)
+        log_ratio = _mean(log_ratio, mask)[:, None].expand_as(log_p)
     ratio, advantage = log_ratio.exp(), advantage[:, None]
     stopped = ((ratio < 1 - to.clip_low) & (advantage < 0)) | ((ratio > 1 + to.clip_high) & (advantage > 0))
-    return (stopped * weight).sum() / weight.sum().clamp(min=1)
+    return stopped & mask.bool()
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,24 +1,27 @@
 """Rewards of answers, by name, computed in a process of their own: one that hangs, breaks or is fed hostile text costs its answer.
 
-with RewardProcess(Reward("regex", pattern=r"= (-?\\d+)"), seconds=5) as rewards:
+with RewardProcess(RewardSection(name="regex", pattern=r"= (-?\\d+)")) as rewards:
     found = rewards.score([("1 + 1 = 2", {"answer": "2"})])       # [1.0]; NaN, counted in rewards.failures, where there is none
 """
 
+import contextlib
 import importlib
 import json
 import math
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from llmtrain.errors import UserError
+from llmtrain.objectives.policy.code import run_code
+from llmtrain.objectives.policy.sections import RewardSection
 
 Record = Mapping[str, Any]
 Function = Callable[[str, Record], float]
@@ -26,45 +29,11 @@ START_SECONDS = 60.0
 """For the process to start and to import what the reward needs."""
 
 
-@dataclass(frozen=True)
-class Reward:
-    """A reward by name. exact: 1 where the answer without white space around it is the record's `answer`. regex: 1 where the last
-    match's first group is (the whole match without groups). math: 1 where math-verify finds both equal. function: the float that
-    MODULE:FUNCTION returns for (answer, record), which runs code of the user's: only with allow_code.
-
-    Raises UserError for settings that do not fit.
-    """
-
-    name: str
-    pattern: str | None = None
-    function: str | None = None
-    allow_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.name not in _MAKERS:
-            raise UserError(f"reward {self.name!r}: expected one of {', '.join(_MAKERS)}")
-        for setting, of in (("pattern", "regex"), ("function", "function")):
-            if (getattr(self, setting) is None) == (self.name == of):
-                raise UserError(
-                    f"reward {self.name}: {setting} is " + ("missing" if self.name == of else f"of {of} alone")
-                )
-        if self.pattern is not None:
-            try:
-                re.compile(self.pattern)
-            except re.error as error:
-                raise UserError(f"reward regex: {self.pattern!r} is no regular expression: {error}") from None
-        if self.function is not None:
-            if not re.fullmatch(r"[\w.]+:\w+", self.function):
-                raise UserError(f"reward function: expected MODULE:FUNCTION, found {self.function!r}")
-            if not self.allow_code:
-                raise UserError(f"reward function {self.function} runs code of its own; allow it with allow_code: true")
-
-
-def _exact(reward: Reward) -> Function:
+def _exact(reward: RewardSection) -> Function:
     return lambda answer, record: float(answer.strip() == _expected(record))
 
 
-def _regex(reward: Reward) -> Function:
+def _regex(reward: RewardSection) -> Function:
     pattern = re.compile(reward.pattern or "")
 
     def score(answer: str, record: Record) -> float:
@@ -74,7 +43,7 @@ def _regex(reward: Reward) -> Function:
     return score
 
 
-def _math(reward: Reward) -> Function:
+def _math(reward: RewardSection) -> Function:
     try:
         found = importlib.import_module("math_verify")
     except ImportError:
@@ -91,13 +60,23 @@ def _math(reward: Reward) -> Function:
     return score
 
 
-def _own(reward: Reward) -> Function:
+def _own(reward: RewardSection) -> Function:
     module, _, name = str(reward.function).partition(":")
     sys.path.insert(0, os.getcwd())
     return getattr(importlib.import_module(module), name)
 
 
-_MAKERS: dict[str, Callable[[Reward], Function]] = {"exact": _exact, "regex": _regex, "math": _math, "function": _own}
+def _code(reward: RewardSection) -> Function:
+    return lambda answer, record: float(run_code(answer, _expected(record), reward.seconds, reward.memory_gb))
+
+
+_MAKERS: dict[str, Callable[[RewardSection], Function]] = {
+    "exact": _exact,
+    "regex": _regex,
+    "math": _math,
+    "code": _code,
+    "function": _own,
+}
 
 
 def _expected(record: Record) -> str:
@@ -105,13 +84,15 @@ def _expected(record: Record) -> str:
 
 
 class RewardProcess:
-    """A process that computes a reward; `with` ends it. seconds: limit of one answer.
+    """A process that computes a reward; `with` ends it.
 
     failures: numbers of answers without a reward, by reason. Raises UserError where the reward cannot be made at all.
     """
 
-    def __init__(self, reward: Reward, seconds: float = 10.0):
-        self.reward, self.seconds = reward, seconds
+    def __init__(self, reward: RewardSection):
+        self.reward, self.seconds = reward, reward.seconds
+        if reward.name == "code":  # whose program has the limit, and is wrong where it reaches it
+            self.seconds = 2 * reward.seconds + 5
         self.failures: Counter[str] = Counter()
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
@@ -140,10 +121,10 @@ class RewardProcess:
         return found["reward"]
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "llmtrain.objectives.rewards"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "llmtrain.objectives.policy.rewards"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._rest = b""
-        found = self._ask(asdict(self.reward), START_SECONDS)
+        found = self._ask(self.reward.model_dump(mode="json"), START_SECONDS)
         if found is None or "error" in found:
             self._end()
             reason = f"does not start within {START_SECONDS:g} s" if found is None else found["error"]
@@ -151,7 +132,8 @@ class RewardProcess:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # and what it started
             self._process.communicate()
             self._process = None
 
@@ -185,7 +167,7 @@ def _main() -> None:
         to.write(json.dumps(what) + "\n")
         to.flush()
 
-    settings = Reward(**json.loads(sys.stdin.readline()))
+    settings = RewardSection.model_validate_json(sys.stdin.readline())
     try:
         function = _MAKERS[settings.name](settings)
         if not callable(function):

@@ -4,9 +4,11 @@ import importlib.util
 import math
 
 import pytest
+from pydantic import ValidationError
 
 from llmtrain.errors import UserError
-from llmtrain.objectives.rewards import Reward, RewardProcess
+from llmtrain.objectives.policy.rewards import RewardProcess
+from llmtrain.objectives.policy.sections import RewardSection
 
 OWN = """
 import os, time
@@ -26,18 +28,18 @@ number = 3
 
 def test_exact_and_regex():
     record = {"answer": " 12 "}
-    with RewardProcess(Reward("exact")) as rewards:
+    with RewardProcess(RewardSection(name="exact")) as rewards:
         assert rewards.score([("12", record), (" 12\n", record), ("1 2", record), ("", record)]) == [1, 1, 0, 0]
         assert math.isnan(rewards.score([("12", {})])[0]) and rewards.failures == {"KeyError: 'answer'": 1}
-    with RewardProcess(Reward("regex", pattern=r"= *(-?\d+)")) as rewards:
+    with RewardProcess(RewardSection(name="regex", pattern=r"= *(-?\d+)")) as rewards:
         answers = ["3 = 3, so = 12", "= 12 = 13", "12", "\ud800 = 12", "= 12" * 10_000]
         assert rewards.score([(one, record) for one in answers]) == [1, 0, 0, 1, 1]
-    with RewardProcess(Reward("regex", pattern="a|12")) as rewards:
+    with RewardProcess(RewardSection(name="regex", pattern="a|12")) as rewards:
         assert rewards.score([("a 12", record), ("12 a", record)]) == [1, 0]
 
 
 def test_a_regular_expression_that_does_not_end_costs_its_answer_alone():
-    with RewardProcess(Reward("regex", pattern=r"(a+)+b"), seconds=0.5) as rewards:
+    with RewardProcess(RewardSection(name="regex", pattern=r"(a+)+b", seconds=0.5)) as rewards:
         found = rewards.score([("a" * 40, {"answer": "x"}), ("aab", {"answer": "aa"})])
         assert math.isnan(found[0]) and found[1] == 1
         assert rewards.failures == {"took longer than 0.5 s, or ended its process": 1}
@@ -47,7 +49,7 @@ def test_an_own_function_may_fail_in_any_way(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     record = {"most": 4}
-    with RewardProcess(Reward("function", function="mine:own", allow_code=True), seconds=1) as rewards:
+    with RewardProcess(RewardSection(name="function", function="mine:own", allow_code=True, seconds=1.0)) as rewards:
         answers = ["ab", "hang", "raise", "exit", "nan", "text", "abcd"]
         found = rewards.score([(one, record) for one in answers])
         assert (found[0], found[-1]) == (0.5, 1) and all(map(math.isnan, found[1:-1]))
@@ -63,31 +65,32 @@ def test_an_own_function_may_fail_in_any_way(tmp_path, monkeypatch):
         ("mine:number", "mine:number is no function"),
     ):
         with pytest.raises(UserError, match=message):
-            RewardProcess(Reward("function", function=function, allow_code=True))
+            RewardProcess(RewardSection(name="function", function=function, allow_code=True))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "exct"}, "expected one of exact, regex, math, function"),
-        ({"name": "regex"}, "pattern is missing"),
+        ({"name": "exct"}, "Input should be 'exact', 'regex', 'math', 'code' or 'function'"),
+        ({"name": "regex"}, "pattern: is missing"),
         ({"name": "regex", "pattern": "("}, "is no regular expression"),
-        ({"name": "exact", "pattern": "a"}, "pattern is of regex alone"),
-        ({"name": "function"}, "function is missing"),
+        ({"name": "exact", "pattern": "a"}, "pattern: is of regex alone"),
+        ({"name": "function"}, "function: is missing"),
         ({"name": "function", "function": "a b"}, "expected MODULE:FUNCTION"),
-        ({"name": "function", "function": "a:b"}, "runs code of its own; allow it"),
+        ({"name": "code"}, "runs code of the model's; true allows it"),
+        ({"name": "function", "function": "a:b"}, "runs code of yours; true allows it"),
     ],
 )
 def test_rejects_settings_that_do_not_fit(settings, message):
-    with pytest.raises(UserError, match=message):
-        Reward(**settings)
+    with pytest.raises(ValidationError, match=message):
+        RewardSection(**settings)
 
 
 def test_math_needs_math_verify():
     if importlib.util.find_spec("math_verify") is None:
         with pytest.raises(UserError, match="reward math needs math-verify"):
-            RewardProcess(Reward("math"))
+            RewardProcess(RewardSection(name="math"))
         return
-    with RewardProcess(Reward("math")) as rewards:
+    with RewardProcess(RewardSection(name="math")) as rewards:
         found = rewards.score([(r"\boxed{\frac{1}{2}}", {"answer": "0.5"}), ("3", {"answer": "4"})])
         assert found == [1, 0]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.objectives import policy_losses as ours
-from llmtrain.objectives.policy_losses import PolicyLoss, advantages, importance_weights, reduced, token_losses
+from llmtrain.objectives.policy import losses as ours
+from llmtrain.objectives.policy.losses import PolicyLoss, advantages, importance_weights, reduced, token_losses
 
 ANSWERS, T, MOST = 6, 9, 12
 
@@ -160,8 +160,9 @@ def test_estimators_of_the_divergence_agree_in_the_mean():
     torch.testing.assert_close((p.exp() * ours.divergence(p, near, "k2")).sum(), true, rtol=1e-2, atol=0)
 
 
-def test_the_share_that_is_clipped():
+def test_the_tokens_that_are_clipped():
     log_p, old = torch.tensor([[0.5, 0.0, 0.0], [-0.5, 0.0, 9.0]]), torch.zeros(2, 3)
     mask, advantage = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([1.0, -1.0])
-    assert ours.clipped_share(PolicyLoss("dapo"), log_p, old, mask, advantage).item() == pytest.approx(2 / 5)
-    assert ours.clipped_share(PolicyLoss("gspo"), log_p, old, mask, advantage).item() == pytest.approx(1 / 2)
+    found = {name: ours.is_clipped(PolicyLoss(name), log_p, old, mask, advantage).tolist() for name in ("dapo", "gspo")}  # type: ignore[arg-type]
+    assert found["dapo"] == [[True, False, False], [True, False, False]]
+    assert found["gspo"] == [[False, False, False], [True, True, False]]

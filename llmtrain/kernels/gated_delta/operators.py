@@ -1,0 +1,70 @@
+"""What the operators of delta rules have in common: the form of their gradients, and arguments of their kernels' launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from llmtrain.kernels.gated_delta.triton_launch import Tile
+
+INPUTS = 7
+"""q, k, v, log_decay, beta, the initial state and document_ids; what follows them are settings."""
+
+
+def differentiable(forward: Any, backward: Any) -> None:
+    """Register the backward operator's fake, and with it the forward operator's gradient. forward: of INPUTS tensors and settings,
+    to y, the last state and what `backward` takes after the tensors and before the settings."""
+
+    @backward.register_fake
+    def _(dy, d_final, q, k, v, log_decay, beta, initial_state, *_):
+        d_initial = q.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+        return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.settings = inputs[INPUTS:]
+        ctx.save_for_backward(*inputs[:INPUTS], *output[2:])
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dy, d_final, *_):
+        saved = ctx.saved_tensors
+        dy = saved[2].new_zeros(saved[2].shape) if dy is None else dy
+        *gradients, d_initial = backward(dy, d_final, *saved, *ctx.settings)
+        return *gradients, None if saved[5] is None else d_initial, None, *(None for _ in ctx.settings)
+
+    forward.register_autograd(gradient, setup_context=setup_context)
+
+
+def heads_in_order(t: Tensor) -> Tensor:
+    """[batch, T, heads, channels] whose heads and channels lie side by side."""
+    return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Strides of rows, and then of tokens."""
+    return [t.stride(dim) for dim in (0, 1) for t in tensors]
+
+
+def ids_or(document_ids: Tensor | None, unused: Tensor) -> Tensor:
+    return unused if document_ids is None else document_ids.contiguous()
+
+
+def precision(t: Tensor, of_fp32: str = "ieee") -> str:
+    """Precision of products of fp32: as exact as it goes for inputs of fp32."""
+    return "ieee" if t.element_size() == 4 else of_fp32
+
+
+def _width(block: int, channels: int) -> int:
+    return min(block, max(16, 1 << (channels - 1).bit_length()))
+
+
+def programs(tile: Tile, V: int) -> int:
+    return -(-V // _width(tile.block_values, V))
+
+
+def keys(tile: Tile, K: int) -> dict[str, int]:
+    return {"BK": _width(tile.block_keys, K), "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def blocks(tile: Tile, K: int, V: int) -> dict[str, int]:
+    return keys(tile, K) | {"BV": _width(tile.block_values, V)}

@@ -1,0 +1,146 @@
+"""Kimi Delta Attention's rule in Triton: the operator, its gradient, and the order of its kernels.
+
+The kernels are those of the gated delta rule (gated_delta/triton.py), in which each channel of the keys has a decay of its own:
+chunk_transform, state_passing and chunk_outputs, and backward state_passing_bwd and chunk_gradients. chunk_transform multiplies
+queries and keys by their decays from the start of a chunk and to its end, once for all kernels behind it. Kept for the backward
+pass are these three, the running sums of log_decay, the transforms and scores of chunks, the errors and the states between chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.gated_delta.operators import (
+    blocks,
+    differentiable,
+    heads_in_order,
+    ids_or,
+    keys,
+    precision,
+    programs,
+    strides,
+)
+from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
+from llmtrain.kernels.kimi_delta import chunk_outputs, chunk_transform, state_passing
+from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.kimi_delta.triton_launch import launch_for
+from llmtrain.kernels.platform import Platform, without_wgmma
+
+
+def build(spec: KimiDeltaSpec, platform: Platform, variant: str) -> TritonKimiDelta:
+    return TritonKimiDelta(launch_for(spec, platform))
+
+
+class TritonKimiDelta:
+    """The signature of ReferenceKimiDelta. document_ids may also fall. q, k and v may be slices of a projection."""
+
+    def __init__(self, launch: Launch):
+        self.options, self.chunk_size = launch.dump(), launch.chunk_size
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
+        given = (q, k, v, log_decay, beta, initial_state, document_ids)
+        return kimi_delta_forward(*given, self.chunk_size, self.options)[:2]
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None, chunk_size: int, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, the last state, and what is kept for the backward pass."""
+    launch = Launch.parse(options)
+    q, k, v = (heads_in_order(t) for t in (q, k, v))
+    log_decay, beta, ids = log_decay.contiguous(), beta.contiguous(), ids_or(document_ids, beta)
+    batch, T, H, V = v.shape
+    K, C = k.shape[3], chunk_size
+    kept = transform, scores, q_start, k_start, k_end, weights, sums, whole, states, errors = _kept(k, v, C)
+    y, final = v.new_empty(v.shape), v.new_empty((batch, H, K, V), dtype=torch.float32)
+    shape, chunks = {"H": H, "K": K, "C": C, "PRECISION": precision(k)}, -(-T // C)
+    sizes = (T, chunks, chunks * C)
+    with without_wgmma():
+        chunk_transform.chunk_transform_kernel[(chunks, batch * H)](
+            q, k, log_decay, beta, ids, transform, scores, weights, sums, whole, q_start, k_start, k_end,
+            T, chunks * C, *strides(q, k), **shape, SHARE=H // k.shape[2], DOCUMENTS=document_ids is not None,
+            SOLVE_PRECISION=precision(k, launch.solve_precision), **keys(launch.chunk_transform, K),
+        )  # fmt: skip
+        state_passing.state_passing_kernel[(programs(launch.state_passing, V), batch * H)](
+            k_start, k_end, v, transform, weights, whole, weights if initial_state is None else initial_state.contiguous(),
+            states, errors, final, *sizes, *strides(v), **shape, V=V, INITIAL=initial_state is not None,
+            **_all_keys(launch.state_passing, K, V),
+        )  # fmt: skip
+        chunk_outputs.chunk_outputs_kernel[(programs(launch.chunk_outputs, V), chunks, batch * H)](
+            q_start, scores, weights, states, errors, y, *sizes, **shape, V=V, **blocks(launch.chunk_outputs, K, V),
+        )  # fmt: skip
+    return y, final, *kept
+
+
+kimi_delta_forward = torch.library.custom_op("llmtrain::kimi_delta_forward", launch_forward, mutates_args=())
+
+
+@kimi_delta_forward.register_fake
+def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
+    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
+    return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
+
+
+def _kept(k: Tensor, v: Tensor, C: int) -> tuple[Tensor, ...]:
+    """Room for transforms, scores, queries and keys with their decays; for beta, running sums and decays of chunks (fp32); for
+    states and errors."""
+    (batch, T, H, V), K = v.shape, k.shape[3]
+    chunks, wide = (T + C - 1) // C, {"dtype": torch.float32}
+    squares = (k.new_empty((batch, T, H, C)) for _ in range(2))
+    decayed = (k.new_empty((batch, T, H, K)) for _ in range(3))
+    weights, sums = k.new_empty((batch, H, chunks * C), **wide), k.new_empty((batch, chunks * C, H, K), **wide)
+    whole, states = k.new_empty((batch, chunks, H, K), **wide), k.new_empty((batch, chunks, H, K, V))
+    return *squares, *decayed, weights, sums, whole, states, v.new_empty(v.shape)
+
+
+def launch_backward(
+    dy: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, document_ids: Tensor | None, transform: Tensor, scores: Tensor, q_start: Tensor,
+    k_start: Tensor, k_end: Tensor, weights: Tensor, sums: Tensor, whole: Tensor, states: Tensor, errors: Tensor,
+    chunk_size: int, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, log_decay, beta, and of the initial state (if there is none: empty)."""
+    launch, like = Launch.parse(options), (q, k, v, log_decay, beta)
+    q, k, dy = (heads_in_order(t) for t in (q, k, dy))
+    batch, T, H, V = v.shape
+    K, C, share = k.shape[3], chunk_size, H // k.shape[2]
+    shape, chunks = {"H": H, "K": K, "V": V, "C": C, "PRECISION": precision(k)}, -(-T // C)
+    sizes = (T, chunks, chunks * C)
+    d_states, d_written = torch.empty_like(states), torch.empty_like(errors)
+    d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+    dq, dk = (k.new_empty((batch, T, H, K)) for _ in range(2))
+    dv, d_log_decay, d_beta = v.new_empty(v.shape), sums.new_empty((batch, T, H, K)), sums.new_empty((batch, T, H))
+    tile = blocks(launch.chunk_gradients, K, V)
+    with without_wgmma():
+        state_passing.state_passing_bwd_kernel[(programs(launch.state_passing_bwd, V), batch * H)](
+            q_start, k_start, k_end, transform, scores, weights, whole, dy,
+            weights if d_final is None else d_final.contiguous(), d_states, d_written, d_initial, *sizes, *strides(dy),
+            **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
+            **_all_keys(launch.state_passing_bwd, K, V),
+        )  # fmt: skip
+        chunk_outputs.chunk_gradients_kernel[(-(-K // tile["BK"]), chunks, batch * H)](
+            q, k, sums, weights, ids_or(document_ids, beta), states, d_states, errors, d_written, dy,
+            dq, dk, dv, d_log_decay, d_beta, *sizes, *strides(q, k, dy), **shape, SHARE=share,
+            DOCUMENTS=document_ids is not None, **tile,
+        )  # fmt: skip
+    if share > 1:
+        dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
+    found = zip((dq, dk, dv, d_log_decay, d_beta), like, strict=True)
+    return *(gradient.to(one.dtype) for gradient, one in found), d_initial
+
+
+kimi_delta_backward = torch.library.custom_op("llmtrain::kimi_delta_backward", launch_backward, mutates_args=())
+
+
+differentiable(kimi_delta_forward, kimi_delta_backward)
+
+
+def _all_keys(tile: Tile, K: int, V: int) -> dict[str, int]:
+    """Blocks of programs that take all keys."""
+    return blocks(tile, K, V) | {"BK": max(16, 1 << (K - 1).bit_length())}

@@ -1,0 +1,54 @@
+"""Log-probabilities of answers by the reference model of a policy."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from llmtrain.adapt.adapters_off import adapters_off
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
+from llmtrain.errors import UserError
+from llmtrain.generate.load import load_model
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.objectives.base import without_gradient
+from llmtrain.objectives.policy.objective import Policy
+from llmtrain.schema.config import Config
+from llmtrain.train.step import to_device
+
+LogP = Callable[[dict[str, Any]], Tensor]
+"""A batch in host memory -> log-probabilities of its labels [batch, T], on the CPU."""
+
+
+def log_p_of(objective: Policy, model: CausalLM) -> LogP:
+    """The function of a model."""
+
+    def compute(batch: dict[str, Any]) -> Tensor:
+        on_device = to_device(batch, model.device)
+        found = without_gradient(model, on_device, lambda outputs, part: objective.log_p(outputs, part["labels"]))
+        return found.float().cpu()
+
+    return compute
+
+
+def reference_log_p(config: Config, objective: Policy, model: CausalLM, tokenizer: TextTokenizer) -> LogP:
+    """The function of the reference. model: that is trained, whose adapters are off for it where objective.kl names no other; else
+    a model beside it, whole on each rank. Raises UserError where there is none, or it does not fit."""
+    kl = objective.section.kl
+    assert kl is not None
+    if kl.reference is None and config.adapt is not None:
+        own = log_p_of(objective, model)
+
+        def without_adapters(batch: dict[str, Any]) -> Tensor:
+            with adapters_off(model):
+                return own(batch)
+
+        return without_adapters
+    source = kl.reference or (config.init_from and config.init_from.path)
+    assert source is not None, "Config.problems"
+    reference, _ = load_model(source, model.hybrid.dtype, tokenizer, model.device)
+    if reference.config.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"objective.kl.reference: {source} has {reference.config.vocab_size} tokens, the model {model.config.vocab_size}; a "
+            "reference has the same tokens"
+        )
+    return log_p_of(objective, reference.requires_grad_(False))
