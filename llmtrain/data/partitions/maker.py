@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.chat.conversation import PREFERENCES
-from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.data.chat.preferences import PreferenceEncoder
-from llmtrain.data.chat.samples import ChatSettings
+from llmtrain.data.chat.samples import ChatEncoder, ChatSettings
 from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
 from llmtrain.data.partitions.cutting import Partition
