@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, time_limit
 
 
 def _environment() -> SandboxedEnvironment:

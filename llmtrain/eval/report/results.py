@@ -1,19 +1,19 @@
 """Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
 from llmtrain.config.checksums import checksum, encode_json
-from llmtrain.eval.report import long_table
 from llmtrain.eval.report.document_scores import encode_lines
 from llmtrain.eval.report.files import file_name, write_file, write_text
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
 from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
-from llmtrain.eval.report.metrics import Estimate, Failure, Result, is_share
+from llmtrain.eval.report.metrics import Estimate, Failure, Metrics, Result, is_share
 from llmtrain.pictures import new_figure, save_figure
 from llmtrain.tables import csv_text, markdown_table
 
@@ -244,15 +244,40 @@ def as_csv(report: Report) -> str:
 
 def as_long_csv(report: Report) -> str:
     """Table with one row per model, task, category and metric, unrounded."""
-    return csv_text([long_table.COLUMNS, *long_rows(report)])
+    return csv_text([COLUMNS, *long_rows(report)])
 
 
-def long_rows(report: Report) -> list[long_table.Row]:
-    """Rows of `long_table.COLUMNS`: every metric of every task and category, then the gauntlet's."""
-    rows = [row for one in report.results for row in long_table.task_rows(one.model, one.task, one.shots, one.metrics)]
+COLUMNS = ("model", "task", "shots", "category", "metric", "value", "stderr", "n")
+"""n: number of documents. category: empty in rows of a whole task."""
+
+
+def task_rows(model: str, task: str, shots: int, metrics: Metrics) -> Iterator[list[Any]]:
+    """All metrics of a task, the headline first, then those of its categories."""
+    sizes = Counter(one.category for one in metrics.per_document)
+    parts = [("", metrics.values, metrics.documents)]
+    parts += [(name, values, sizes[name]) for name, values in metrics.categories.items()]
+    for category, values, count in parts:
+        for metric, estimate in sorted(values.items(), key=lambda pair: pair[0] != metrics.headline):
+            yield [model, task, shots, category, metric, estimate.value, estimate.stderr, count]
+
+
+def gauntlet_rows(model: str, gauntlet: Gauntlet, scores: GauntletScores) -> Iterator[list[Any]]:
+    """Averages and categories of a gauntlet, as categories of a task `gauntlet NAME`."""
+    sizes: Counter[str] = Counter()
+    for row in scores.rows:
+        sizes[row.category] += row.metrics.documents
+    for name, members in gauntlet.named_averages().items():
+        sizes[name] = sum(sizes[member] for member in members)
+    for name, value in (scores.averages | scores.categories).items():
+        yield [model, f"gauntlet {gauntlet.name}", None, name, "score", value.value, value.stderr, sizes[name]]
+
+
+def long_rows(report: Report) -> list[list[Any]]:
+    """Rows of `COLUMNS`: every metric of every task and category, then the gauntlet's."""
+    rows = [row for one in report.results for row in task_rows(one.model, one.task, one.shots, one.metrics)]
     if report.gauntlet is not None and report.scores is not None:
         for model, scores in report.scores.items():
-            rows += long_table.gauntlet_rows(model, report.gauntlet, scores)
+            rows += gauntlet_rows(model, report.gauntlet, scores)
     for group in report.groups:
         for name, found in group.metrics.items():
             estimate = found.estimate

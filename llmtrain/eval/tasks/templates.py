@@ -14,8 +14,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmtrain.eval.errors import EvalError
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, time_limit
 
 _ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
 _UNDEFINED = re.compile(r"'([^']*)' is undefined")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from llmtrain.eval import native_task
-from llmtrain.eval.errors import EvalError
-from llmtrain.eval.limits import time_limit
+from llmtrain.eval.errors import EvalError, time_limit
 from llmtrain.eval.lm_eval import task as tasks
 from llmtrain.eval.lm_eval import templates
 from llmtrain.eval.lm_eval.groups import by_name
