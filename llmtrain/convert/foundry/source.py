@@ -11,6 +11,7 @@ from llmtrain.config.config_type import is_foundry, is_foundry_evaluation
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, meaning
+from llmtrain.errors import first_line
 
 RUN_NAME = "{run_name}"
 """Composer's placeholder, which stands for a blank `run_name` too: LLM Foundry reads that from $RUN_NAME."""
@@ -52,7 +53,7 @@ def _resolved(source: YamlSource) -> dict[str, Any]:
         tree = OmegaConf.create(_keep_environment(source.data))
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", None) or ""
-        raise ConfigError(source.title, [Problem(path, None, _first_line(error))], source.origins) from None
+        raise ConfigError(source.title, [Problem(path, None, first_line(error))], source.origins) from None
 
     def plain(node: Any, path: str) -> Any:
         if not OmegaConf.is_config(node):
@@ -64,7 +65,7 @@ def _resolved(source: YamlSource) -> dict[str, Any]:
             try:
                 values[key] = "???" if OmegaConf.is_missing(node, key) else plain(node[key], entry)
             except OmegaConfBaseException as error:
-                problems.append(Problem(entry, None, f"cannot be resolved: {_first_line(error)}"))
+                problems.append(Problem(entry, None, f"cannot be resolved: {first_line(error)}"))
         return values if OmegaConf.is_dict(node) else list(values.values())
 
     data = plain(tree, "")
@@ -85,7 +86,3 @@ def _keep_environment(value: Any) -> Any:
 def _is_not_needed(path: str) -> bool:
     found = meaning(path.removeprefix("parameters."))
     return found is not None and found.kind == "not needed"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

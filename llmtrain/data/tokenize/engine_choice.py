@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmtrain.data.shards.packing import bytes_per_token
-from llmtrain.data.tokenize.engines import ENGINES, Engine, EngineError, TokenizersEngine, first_line, load_exact
-from llmtrain.errors import RunError
+from llmtrain.data.tokenize.engines import ENGINES, Engine, EngineError, TokenizersEngine, load_exact
+from llmtrain.errors import RunError, first_line
 
 
 class ByteSizes:

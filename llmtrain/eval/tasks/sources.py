@@ -14,6 +14,7 @@ from llmtrain.config.regular_file import open_regular, read_bytes
 from llmtrain.config.report import nearest
 from llmtrain.data.shards.index import Index, ShardError, read_index, verify_shard
 from llmtrain.data.sources.compression import DAMAGES, compression_of, decompress
+from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.sections import Source
 
@@ -204,8 +205,7 @@ def _hub(name: str, config: str | None, split: str) -> Iterator[Record]:
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises whatever its many file systems and formats do
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        raise EvalError(f"{where}: the Hugging Face hub did not give it: {first}{advice}") from None
+        raise EvalError(f"{where}: the Hugging Face hub did not give it: {first_line(error)}{advice}") from None
     for number, row in enumerate(rows, 1):
         assert isinstance(row, dict)
         yield Record(f"{where}:{number}", row)
