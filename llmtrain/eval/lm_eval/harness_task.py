@@ -1,6 +1,6 @@
 """A task of lm-evaluation-harness by its own class: prompts, examples, filters, metrics and aggregations are lm_eval's code.
 
-What is replaced in it: where data come from, templates (templates.py says why), and values that it would take in silence. Examples
+What is replaced in it: where data come from, templates (tasks/templates.py), and values that it would take in silence. Examples
 are read when there are some to draw, not for every task. Imports lm_eval: only for tasks that run.
 """
 
@@ -26,9 +26,9 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.code import load_function, references
 from llmtrain.eval.lm_eval.data import DataSet, failures
 from llmtrain.eval.lm_eval.settings import SEED, Settings
-from llmtrain.eval.lm_eval.templates import render
 from llmtrain.eval.lm_eval.yaml_file import Function
 from llmtrain.eval.prompts.chat import PromptStyle
+from llmtrain.eval.tasks.templates import render
 
 Record = dict[str, Any]
 
