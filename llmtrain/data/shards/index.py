@@ -235,6 +235,16 @@ def hash_of(algorithm: str, content: bytes) -> str | None:
     return hasher.hexdigest()
 
 
+def part_fault(part: dict[str, Any], content: bytes, algorithm: str | None) -> str | None:
+    """Difference between a file of a shard and its entry in the index, as a sentence fragment; None if there is none. algorithm:
+    the index's `hash_algorithm`."""
+    if len(content) != part["bytes"]:
+        return f"it has {len(content):,} bytes; the index says {part['bytes']:,}"
+    if algorithm is not None and hash_of(algorithm, content) != part["hashes"].get(algorithm):
+        return f"its {algorithm} is not the one in the index"
+    return None
+
+
 def _hasher(algorithm: str) -> Callable[[], Any]:
     if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, algorithm)
