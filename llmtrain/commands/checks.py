@@ -42,7 +42,7 @@ def load_runnable(
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
-        Check(_parameter_problems, reads=("model", "adapt", "optimizer")),
+        Check(_parameter_problems, reads=("model", "adapt", "optimizer", "data", "train")),
         Check(_float8_problems, reads=("model", "train")),
         Check(_in_context_problems, reads=("eval",)),
         Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
@@ -100,6 +100,7 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.groups or config.adapt is not None:
         from llmtrain.adapt.base import meta_model  # imports torch
         from llmtrain.models.parameters import parameter_info
+        from llmtrain.plan.stages import stage_spans, untrained
         from llmtrain.schema.parameter_groups import group_problems
 
         try:
@@ -108,6 +109,15 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
             yield Problem("adapt", None, str(error))
             return
         yield from group_problems(config.optimizer, parameter_info(model).values())
+        parallel = config.train.parallel
+        if config.adapt is not None and parallel.pipeline > 1:
+            spans_of = stage_spans(
+                meta_model(config.model), config.data.seq_len, parallel.pipeline, parallel.virtual_stages
+            )
+            for stage in untrained(model, spans_of):
+                layers = ", ".join(f"{first} to {last - 1}" for first, last in spans_of[stage])
+                text = f"makes a stage {stage} of layers {layers}, of which adapt trains nothing; use fewer stages, or more targets"
+                yield Problem("train.parallel.pipeline", parallel.pipeline, text)
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

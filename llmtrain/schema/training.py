@@ -112,6 +112,12 @@ class Parallel(Section):
     """Pipeline parallelism: so many stages, equal parts of the ranks one after the other, hold consecutive layers of about the same
     FLOPs each, and hand the activations of microbatches on (1F1B, arXiv:2104.04473). Ranks of a stage share sequences and layers as
     above, and are data-parallel otherwise. Results are those of one rank."""
+    virtual_stages: PositiveInt = free(1)
+    """Parts of the model that each of the pipeline's stages holds (interleaved 1F1B, arXiv:2104.04473): of N stages with V of them,
+    stage i has the parts i, N + i, 2 N + i, ... of N V. A stage waits a V-th of the time for others, activations are handed on V
+    times as often, and more of them are kept."""
+    schedule: Literal["1f1b", "zero_bubble"] = free("1f1b")
+    """Order of a pipeline's forward and backward passes. zero_bubble is refused: see docs/parallelism.md."""
     async_tensor: Literal["auto", "on", "off"] = free("auto")
     """Compute the exchanges of tensor-parallel ranks piecewise beside the matrix products that they feed or follow, through
     PyTorch's symmetric memory. auto: where layers are compiled, on NVIDIA GPUs of one node that read each other's memory; a line

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,14 @@ SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
 def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size):
-    """Documents; tied embeddings, shared blocks that two stages use, and as many microbatches as stages or more."""
+    """Documents; tied embeddings, shared blocks that two stages use, as many microbatches as stages or more, and parts in turn."""
     mesh = {"parallel": {"pipeline": 2}, "sharding": {"strategy": "full"}}
-    assert_exact(ranks, size, [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())])
+    cases = [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())]
+    in_turn = mesh | {"parallel": mesh["parallel"] | {"virtual_stages": 2}}
+    longer = [
+        replace(one, model=one.model | {"layers": f"({one.model['layers']})*2"}, train=in_turn) for one in cases[::4]
+    ]
+    assert_exact(ranks, size, cases + longer)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.ci)], ids=["few", "more"])
@@ -86,6 +92,12 @@ PARTS = {
         "train.loss": {"type": "chunked", "chunk_tokens": 24, "z_loss": 1e-4},
         "data.mask_documents": True,
     },
+    "adapters": {
+        "adapt": {"lora": {"rank": 2, "dora": True}},
+        "model.layers": "(s+m)*6",
+        "model.tie_embeddings": False,
+        "train.parallel.virtual_stages": 2,
+    },
     "8-bit states in host memory": {"optimizer": {"type": "adamw_8bit", "lr": 3e-3, "offload": True}},
 }
 
@@ -97,6 +109,8 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
     found = []
     for size in (1, 3):
         parallel = {"train.parallel.pipeline": size, "train.global_batch_size": 6}
+        if size == 1:
+            parallel["train.parallel.virtual_stages"] = 1
         config = tiny_config(shards, tmp_path / str(size), EIGHT | PARTS[kind] | parallel)
         run, folder = ranks(size).run(train, config)[0], Path(config.run_dir)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

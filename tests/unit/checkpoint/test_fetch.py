@@ -12,9 +12,10 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.checkpoint.stores.s3 import RetryPolicy
 from llmtrain.checkpoint.upload import upload
 from tests.support.http_server import HttpServer, ResettingHandler
-from tests.support.stores import flip, make_checkpoint
+from tests.support.stores import QUICK, flip, make_checkpoint
 
 
 def fetch(address: str, root: Path) -> list[str]:
@@ -88,6 +89,7 @@ def test_a_server_that_is_no_store_is_an_error(tmp_path, monkeypatch, answer):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in keys.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(RetryPolicy, "pauses", QUICK.pauses)
     with HttpServer(Page) as server:
         server.content = ANSWERS[answer]  # type: ignore[attr-defined]
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)
