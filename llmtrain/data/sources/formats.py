@@ -91,7 +91,7 @@ def _refuse_cut(head: bytes, extension: str) -> None:
 
 
 def format_of(path: str, name: str, text_key: str, from_folder: bool) -> Format | None:
-    """What `sniff` finds in a file; None for one that is no text or damaged, which is said where it is read."""
+    """Format that `sniff` finds in a file; None for one that is no text or damaged, which is said where it is read."""
     try:
         with open_file(path) as stream:
             return sniff(stream, name, text_key, from_folder)
