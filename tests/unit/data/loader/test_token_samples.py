@@ -27,6 +27,14 @@ def validation(config: DataConfig) -> None:
     list(loader)
 
 
+def test_ids_beyond_the_samples_are_refused(data):
+    samples = build_train_loader(data({"a": 16}), global_batch_size=4).dataset
+    assert samples.place(15)[1] <= 15 and samples.num_samples == 16
+    for number in (-1, 16):
+        with pytest.raises(IndexError, match=f"there is no sample {number}"):
+            samples.place(number)
+
+
 def test_a_cache_limit_bounds_what_a_remote_leaves_on_the_disk(data, tmp_path, write_shards):
     """The data of a raw remote in shards of 600 bytes, through a cache of 5 % of it."""
     remote = write_shards(tmp_path / "far", 8000, compression=None)
