@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
+from llmtrain.commands.processes import count_gpus
 
 SETTINGS = (
     *("train.duration=1000000 steps", "checkpoint.interval=10 steps", "eval.interval=1000000 steps"),
@@ -39,7 +39,7 @@ def main() -> int:
     environment = dict(os.environ)
     if args.device == "cpu":
         environment |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
-    elif args.device == "cuda" and not torch.cuda.is_available():
+    elif args.device == "cuda" and not count_gpus():
         parser.error("--device cuda: PyTorch finds no GPU here")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"

@@ -69,6 +69,15 @@ def test_three_healthy_nodes_of_which_one_comes_late(nodes):
 
 
 @pytest.mark.ci
+def test_nodes_without_ipv4_are_healthy(nodes):
+    two = nodes(2)
+    two.without_ipv4()
+    started = [doctor(two, node, MASTER_ADDR="fd00::1") for node in (0, 1)]
+    assert [one.wait(NAMED) for one in started] == [0, 0], started[0].text
+    assert started[0].text.endswith("preflight: no fault\n")
+
+
+@pytest.mark.ci
 def test_a_node_behind_a_slow_cable_is_left_out(nodes):
     three = nodes(3)
     three.slow(1, "100mbit")

@@ -96,6 +96,13 @@ class Nodes:
         shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
         self._run("tc", "-n", self.namespace(node), "qdisc", "add", "dev", "eth0", "root", *shape)
 
+    def without_ipv4(self) -> None:
+        """Give every node an IPv6 address, fd00::1 and so on, in place of its own."""
+        for node in range(self.count):
+            own = self.namespace(node)
+            self._run("ip", "-n", own, "addr", "flush", "dev", "eth0")
+            self._run("ip", "-n", own, "addr", "add", f"fd00::{node + 1}/64", "dev", "eth0", "nodad")
+
     def add_interface(self, node: int, name: str, address: str) -> None:
         """Give a node one more interface, which leads nowhere."""
         own = self.namespace(node)
