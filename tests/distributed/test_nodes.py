@@ -230,6 +230,9 @@ def test_a_slurm_job_on_two_nodes_of_which_one_is_killed_starts_them_again(nodes
         text, _ = job.communicate(timeout=500)
     finally:
         job.kill()
+        for step in two.folder.glob("step-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(step.read_text()), signal.SIGKILL)
     assert job.returncode == 0, text
     assert "all ranks start again (1 of 3)" in text
     assert re.search(r"resumed from .* \(step [123]0 of 40\)", text), text
