@@ -2,13 +2,13 @@
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.harness.models import clock
 from llmtrain.eval.native_task import NativeTask
 from llmtrain.eval.prompts.lm_eval import LmEvalWriter
 from llmtrain.eval.task import Documents
@@ -156,9 +156,3 @@ def _flat(groups: Sequence[list[int]]) -> list[int]:
 def _choice(group: Sequence[int], values: Any) -> int:
     """Request of the likeliest of a document's alternatives."""
     return max(group, key=lambda at: values[at])
-
-
-def clock() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

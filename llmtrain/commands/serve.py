@@ -4,8 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from llmtrain.commands.arguments import require_at_least, require_at_most
-from llmtrain.commands.model_arguments import add_model, add_model_options, load
+from llmtrain.commands.arguments import add_model, add_model_options, load, require_at_least, require_at_most
 from llmtrain.config.regular_file import read_text
 from llmtrain.errors import UserError
 

@@ -13,6 +13,7 @@ from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
 from llmtrain.kernels.kimi_delta.reference import ReferenceKimiDelta
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.kimi_delta.triton import TritonKimiDelta
+from llmtrain.kernels.kimi_delta.triton_launch import Launch as OfChannels
 from llmtrain.kernels.platform import Platform
 from llmtrain.models import segments as gathering
 from llmtrain.models.mixers.gated_deltanet_segments import SegmentRule
@@ -23,6 +24,7 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 TILE = Tile(16, 16, 4, 1)
 SMALL = Launch(TILE, TILE, TILE, TILE, TILE, chunk_size=32)
 """Several tiles and chunks in a small problem."""
+OF_CHANNELS = OfChannels(**vars(SMALL), chunk_decays=TILE, pair_products=TILE, pair_gradients=TILE)
 # heads, key heads, channels of keys and of values; batch, tokens; documents, a state; chunk size; largest beta.
 CASES = {
     "whole chunks": ((2, 2, 16, 16), (1, 64), False, False, 32, 1.0),
@@ -32,19 +34,27 @@ CASES = {
     "one block in a chunk of 64, negative eigenvalues": ((2, 1, 16, 24), (1, 100), True, True, 64, 2.0),
     "one token": ((2, 2, 16, 16), (3, 1), False, True, 32, 1.0),
 }
-OF_CHANNELS = ("documents and a state", "one block in a chunk of 64, negative eigenvalues", "one token")
+ALSO = ("documents and a state", "one block in a chunk of 64, negative eigenvalues", "one token")
 """Cases of kimi_delta too, whose launches are those of the gated delta rule."""
 
 
 RULES = {
-    "gated_delta": (GatedDeltaSpec, ReferenceGatedDelta, TritonGatedDelta),
-    "kimi_delta": (KimiDeltaSpec, ReferenceKimiDelta, TritonKimiDelta),
+    "gated_delta": (
+        GatedDeltaSpec,
+        ReferenceGatedDelta,
+        lambda chunk: TritonGatedDelta(replace(SMALL, chunk_size=chunk)),
+    ),
+    "kimi_delta": (
+        KimiDeltaSpec,
+        ReferenceKimiDelta,
+        lambda chunk: TritonKimiDelta(replace(OF_CHANNELS, chunk_size=chunk)),
+    ),
 }
 
 
 @pytest.fixture(params=RULES)
 def rule(request):
-    """Specification, reference and kernel of either rule."""
+    """Specification, reference and kernel (by the size of its chunks) of either rule."""
     return RULES[request.param]
 
 
@@ -69,7 +79,7 @@ def documents(batch: int, seq_len: int) -> torch.Tensor:
     return starts.long().cumsum(1) + 5
 
 
-BOTH = [(rule, case) for rule in RULES for case in CASES if rule == "gated_delta" or case in OF_CHANNELS]
+BOTH = [(rule, case) for rule in RULES for case in CASES if rule == "gated_delta" or case in ALSO]
 
 
 @pytest.mark.parametrize(("rule", "case"), BOTH)
@@ -79,7 +89,7 @@ def test_outputs_and_gradients_are_the_references(rule, case):
     spec = specification(*sizes, "float32")
     state = torch.randn(batch, sizes[0], *sizes[2:], generator=torch.Generator().manual_seed(2)) if with_state else None
     ids = documents(batch, seq_len) if packed else None
-    kernel = build(replace(SMALL, chunk_size=chunk))
+    kernel = build(chunk)
     assert_agrees(kernel, reference(spec), inputs(spec, batch, seq_len, most), state, ids)
 
 
@@ -90,7 +100,7 @@ def test_slices_of_a_projection_are_read_where_they_lie(rule):
     joined = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
     q, k, v = (t.unflatten(-1, (-1, 16)) for t in joined.split([16, 16, 32], -1))
     assert not v.is_contiguous()
-    assert_agrees(build(SMALL), reference(spec), [q, k, v, decay, beta])
+    assert_agrees(build(32), reference(spec), [q, k, v, decay, beta])
 
 
 def test_equal_keys_without_decay_stay_stable(rule):
@@ -102,7 +112,7 @@ def test_equal_keys_without_decay_stay_stable(rule):
     tensors[3].zero_()
     tensors[4].fill_(1.9)
     expected, state = reference(spec)(*(t.double() for t in tensors))
-    y, final = build(replace(SMALL, chunk_size=64))(*tensors)
+    y, final = build(64)(*tensors)
     assert (y.double() - expected).norm() < 1e-4 * expected.norm()
     assert (final.double() - state).norm() < 1e-4 * state.norm()
 
@@ -113,7 +123,7 @@ def test_strong_decay_gives_finite_gradients(rule):
     spec = specification(1, 1, 16, 16, "float32")
     tensors = inputs(spec, 1, 70, 1.0)
     tensors[3].fill_(-50.0)
-    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcomes(build(SMALL), tensors))
+    assert all(torch.isfinite(t).all() and t.abs().max() < 1e3 for t in outcomes(build(32), tensors))
 
 
 def test_channels_that_forget_at_once_stand_beside_some_that_never_do():
@@ -122,7 +132,7 @@ def test_channels_that_forget_at_once_stand_beside_some_that_never_do():
     tensors, g = inputs(spec, 1, 70, 2.0), torch.Generator().manual_seed(4)
     gates = torch.tensor([0.0, -1e-3, -0.5, -5.0, -20.0, -90.0, -1e4])
     tensors[3] = gates[torch.randint(len(gates), tensors[3].shape, generator=g)]
-    assert_agrees(TritonKimiDelta(replace(SMALL, chunk_size=64)), ReferenceKimiDelta(spec), tensors, tolerance=1e-4)
+    assert_agrees(RULES["kimi_delta"][2](64), ReferenceKimiDelta(spec), tensors, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,13 +13,12 @@ until everything is launched, and the sum of the GPU's kernels.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.ranks import in_process
 from benchmarks.harness.report import Report, Row
 from benchmarks.programs.training.overhead import mfu, plain_loop
 from llmtrain.schema.config import Config
@@ -47,22 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = [f"{args.kernels[0]}, again"] if len(args.kernels) > 1 else []
     for what in [*args.kernels, *again]:
         name = what.removesuffix(", again")
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "steps",
-            "--in-process",
-            args.file,
-            *args.overrides,
-            "--kernels",
-            name,
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            report.add(what, failed=f"status {done.returncode}")
-        else:
-            report.add(what, **figures(json.loads(done.stdout.splitlines()[-1]), configs[name], report.rows))
+        found = in_process("steps", args.file, *args.overrides, "--kernels", name)
+        report.add(what, **(found if "failed" in found else figures(found, configs[name], report.rows)))
     return int(any("failed" in row for row in report.rows))
 
 

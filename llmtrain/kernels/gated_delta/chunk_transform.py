@@ -14,12 +14,11 @@ _BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _solve_diagonal(A, beta, C: tl.constexpr):
-    """U of each block of 16 tokens alone, [C / 16, 16, 16]: u_i = -a_i - sum over m < i of a_im beta_m u_m, row by row."""
+def solve_blocks(diagonal, beta, C: tl.constexpr):
+    """U of each block of 16 tokens alone, from its A, [C / 16, 16, 16]: u_i = -a_i - sum over m < i of a_im beta_m u_m, row by
+    row."""
     N: tl.constexpr = C // _BLOCK
-    n, r = tl.arange(0, N), tl.arange(0, _BLOCK)
-    blocks = tl.reshape(A, (N, _BLOCK, N, _BLOCK))
-    diagonal = tl.sum(tl.where(n[:, None, None, None] == n[None, None, :, None], blocks, 0.0), 2)
+    r = tl.arange(0, _BLOCK)
     weights = tl.reshape(beta, (N, _BLOCK))
     solved = -diagonal
     for i in range(2, _BLOCK):
@@ -31,14 +30,11 @@ def _solve_diagonal(A, beta, C: tl.constexpr):
 
 
 @triton.jit
-def _join(U, A, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
-    """U of blocks of S tokens, [C / S, S, S], -> of blocks of 2 S: the square below is -(I + U_1 beta_1) A_10 (I + beta_0 U_0)."""
+def join_blocks(U, below, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
+    """U of blocks of S tokens, [C / S, S, S], -> of blocks of 2 S: the square below is -(I + U_1 beta_1) A_10 (I + beta_0 U_0).
+    below: A_10, [C / S / 2, S, S]."""
     N: tl.constexpr = C // S // 2
-    n, d = tl.arange(0, N), tl.arange(0, 2)
-    pairs = tl.reshape(A, (N, 2, S, N, 2, S))
-    same = n[:, None, None, None, None, None] == n[None, None, None, :, None, None]
-    lower, left = d[None, :, None, None, None, None] == 1, d[None, None, None, None, :, None] == 0
-    below = tl.sum(tl.sum(tl.sum(tl.where(same & lower & left, pairs, 0.0), 4), 3), 1)
+    d = tl.arange(0, 2)
     by_pair, weights = tl.reshape(U, (N, 2, S, S)), tl.reshape(beta, (N, 2, S))
     first, second = d[None, :, None, None] == 0, d[None, :, None] == 0
     U_0 = tl.sum(tl.where(first, by_pair, 0.0), 1)
@@ -54,14 +50,23 @@ def _join(U, A, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
-def solve(A, beta, C: tl.constexpr, PRECISION: tl.constexpr):
-    """U of a chunk from its A, [C, C], which is 0 on the diagonal and above."""
-    U = _solve_diagonal(A, beta, C)
-    if C > 16:
-        U = _join(U, A, beta, C, 16, PRECISION)
-    if C > 32:
-        U = _join(U, A, beta, C, 32, PRECISION)
-    return tl.reshape(U, (C, C))
+def _on_diagonal(A, C: tl.constexpr):
+    """Blocks of 16 on the diagonal of A, [C / 16, 16, 16]."""
+    N: tl.constexpr = C // _BLOCK
+    n = tl.arange(0, N)
+    blocks = tl.reshape(A, (N, _BLOCK, N, _BLOCK))
+    return tl.sum(tl.where(n[:, None, None, None] == n[None, None, :, None], blocks, 0.0), 2)
+
+
+@triton.jit
+def _below(A, C: tl.constexpr, S: tl.constexpr):
+    """The squares below the diagonal of A in its blocks of 2 S, [C / S / 2, S, S]."""
+    N: tl.constexpr = C // S // 2
+    n, d = tl.arange(0, N), tl.arange(0, 2)
+    pairs = tl.reshape(A, (N, 2, S, N, 2, S))
+    same = n[:, None, None, None, None, None] == n[None, None, None, :, None, None]
+    lower, left = d[None, :, None, None, None, None] == 1, d[None, None, None, None, :, None] == 0
+    return tl.sum(tl.sum(tl.sum(tl.where(same & lower & left, pairs, 0.0), 4), 3), 1)
 
 
 @triton.jit
@@ -103,7 +108,12 @@ def chunk_transform_kernel(
         )
         products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
     A = tl.where(o[:, None] > o[None, :], products * pair_decays(g, ids, row, chunk, T, C, DOCUMENTS), 0.0)
-    U = solve(A, b, C, SOLVE_PRECISION)
+    U = solve_blocks(_on_diagonal(A, C), b, C)
+    if C > 16:
+        U = join_blocks(U, _below(A, C, 16), b, C, 16, SOLVE_PRECISION)
+    if C > 32:
+        U = join_blocks(U, _below(A, C, 32), b, C, 32, SOLVE_PRECISION)
+    U = tl.reshape(U, (C, C))
     tl.store(
         transform + out * C + o[:, None] * (H * C) + o[None, :], U.to(transform.dtype.element_ty), mask=there[:, None]
     )

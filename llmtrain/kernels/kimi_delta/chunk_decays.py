@@ -1,70 +1,57 @@
-"""Decays between the tokens of a chunk, by channel, as factors of matrix products.
+"""Decays of a chunk's tokens, by channel: their running sums, and queries and keys times them.
 
-The decay from token j to token i > j is exp(G_i - G_j), G being the running sum of log_decay. A block of tokens is halved: between
-a token of its second half and one of its first the decay is exp(G_i - G_m) exp(G_m - G_j), m being the last token of the first
-half. Neither exponent is above 0, so nothing overflows, however strong the decay. Each pair of tokens meets in one such block,
-of 2 to C tokens; blocks of up to 16 tokens are multiplied side by side.
+The decay from token j to token i > j is exp(G_i - G_j), G being the running sum of log_decay. It is computed as exp(G_i - G_m)
+exp(G_m - G_j) for some token m between the two, so that products of queries and keys of many pairs are one of matrices; neither
+exponent is above 0, and nothing overflows, however strong the decay. For pairs of two blocks of 16 tokens, m is the last token of
+the earlier block. A block itself is halved, and its halves again: m is the last token of the first half.
 """
 
 import triton
 import triton.language as tl
 
-from llmtrain.kernels.gated_delta.chunk_decays import load_documents
+from llmtrain.kernels.gated_delta.chunk_decays import inside, load_documents
 
 NEAR = tl.constexpr(16)
-"""Tokens of the blocks that are multiplied side by side: the shortest side of a product."""
+"""Tokens of a block: the shortest side of a product."""
+LEVELS = tl.constexpr(4)
+"""Times that a block can be halved."""
 LEAST = tl.constexpr(-100.0)
 """Logarithm of a token's decay below which it counts as this: exp of either is 0 in fp32, and sums of less would lose digits."""
 
 
 @triton.jit
-def to_middle(G, C: tl.constexpr, S: tl.constexpr, BK: tl.constexpr):
-    """Decays between each token and the middle of its block of S, [C, BK], from running sums of the chunk, [C, BK]."""
-    blocks = tl.reshape(G, (C // S, S, BK))
-    r = tl.arange(0, S)
-    middle = tl.sum(tl.where(r[None, :, None] == S // 2 - 1, blocks, 0.0), 1)
-    return tl.reshape(tl.exp(-tl.abs(blocks - middle[:, None, :])), (C, BK))
+def load_rows(x, rows, c, below, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """[rows, channels] in fp32; 0 for rows from `below` on, which are behind the text."""
+    mask = (rows < below)[:, None] & inside(c, K, BK)[None, :]
+    return tl.load(x + rows[:, None] * token + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def met(i, j, S: tl.constexpr):
-    """True where i > j are of the second and of the first half of one block of S."""
-    return (i // S == j // S) & (i // (S // 2) > j // (S // 2))
+def load_sums(sums, rows, c, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Running sums of rows of the chunk, also of those behind the text."""
+    return tl.load(sums + rows[:, None] * token + c[None, :], mask=inside(c, K, BK)[None, :], other=0.0)
 
 
 @triton.jit
-def side_by_side(t, C: tl.constexpr, BK: tl.constexpr):
-    """[C, BK] -> [C / 16, 16, BK]"""
-    return tl.reshape(t, (C // NEAR, NEAR, BK))
+def load_border(sums, block, c, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Running sums of the last token of a block, [1, BK]."""
+    return tl.load(sums + (block * NEAR + NEAR - 1) * token + c, mask=inside(c, K, BK), other=0.0)[None, :]
 
 
 @triton.jit
-def on_diagonal(near, C: tl.constexpr):
-    """[C / 16, 16, 16] -> the blocks on the diagonal of zeros, [C, C]."""
-    N: tl.constexpr = C // NEAR
-    n = tl.arange(0, N)
-    same = n[:, None, None, None] == n[None, None, :, None]
-    return tl.reshape(tl.where(same, near[:, :, None, :], 0.0), (C, C))
+def to_middle(G, sums, block, level, c, token: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Decays between each token of a block and the middle of its part of 16 >> level tokens, [16, BK]."""
+    size = NEAR >> level
+    middle = block * NEAR + tl.arange(0, NEAR) // size * size + size // 2 - 1
+    return tl.exp(-tl.abs(G - load_sums(sums, middle, c, token, K, BK)))
 
 
 @triton.jit
-def of_diagonal(square, C: tl.constexpr):
-    """The inverse of on_diagonal."""
-    N: tl.constexpr = C // NEAR
-    n = tl.arange(0, N)
-    same = n[:, None, None, None] == n[None, None, :, None]
-    return tl.sum(tl.where(same, tl.reshape(square, (N, NEAR, N, NEAR)), 0.0), 2)
-
-
-@triton.jit
-def seen_pairs(ids, row, chunk, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """True where token i down sees token j across: j <= i, of the same document; [C, C]."""
-    o = tl.arange(0, C)
-    seen = o[:, None] >= o[None, :]
-    if DOCUMENTS:
-        own, _, _ = load_documents(ids, row, chunk, T, C)
-        seen = seen & (own[:, None] == own[None, :])
-    return seen
+def met(level):
+    """True where token i > j of a block are of the second and of the first half of one part of 16 >> level, [16, 16]."""
+    r, size = tl.arange(0, NEAR), NEAR >> level
+    part, half = r // size, r // (size // 2)
+    return (part[:, None] == part[None, :]) & (half[:, None] > half[None, :])
 
 
 @triton.jit
@@ -78,3 +65,34 @@ def of_borders(G, total, ids, row, chunk, T, C: tl.constexpr, DOCUMENTS: tl.cons
         to_end = tl.where((own == last)[:, None], to_end, 0.0)
         whole = tl.where(before == last, whole, 0.0)
     return from_start, to_end, whole
+
+
+@triton.jit
+def chunk_decays_kernel(
+    q, k, log_decay, ids, sums, whole, q_start, k_start, k_end,
+    T, padded, q_row, k_row,
+    q_token: tl.constexpr, k_token: tl.constexpr,
+    H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """q, k: [rows, T, H / SHARE, K] by strides of rows and tokens -> in fp32 the running sums of log_decay in the chunk [rows,
+    padded, H, K] and the decays of whole chunks [rows, chunks, H, K]; queries and keys times the decay from the start of the
+    chunk, and keys times that to its end, [rows, T, H, K]. Behind the text log_decay is 0."""
+    chunk, row, head = tl.program_id(1), (tl.program_id(2) // H).to(tl.int64), tl.program_id(2) % H
+    o, c = tl.arange(0, C), tl.program_id(0) * BK + tl.arange(0, BK)
+    begin = chunk * C
+    there = (o < T - begin)[:, None] & inside(c, K, BK)[None, :]
+    q += row * q_row + begin.to(tl.int64) * q_token + (head // SHARE) * K
+    k += row * k_row + begin.to(tl.int64) * k_token + (head // SHARE) * K
+    to, out = o[:, None] * (H * K) + c[None, :], ((row * T + begin) * H + head) * K
+    found = tl.load(log_decay + out + to, mask=there, other=0.0).to(tl.float32)
+    queries = tl.load(q + o[:, None] * q_token + c[None, :], mask=there, other=0.0).to(tl.float32)
+    keys = tl.load(k + o[:, None] * k_token + c[None, :], mask=there, other=0.0).to(tl.float32)
+    found = tl.maximum(found, LEAST)
+    G, total = tl.cumsum(found, 0), tl.sum(found, 0)
+    from_start, to_end, of_chunk = of_borders(G, total, ids, row, chunk, T, C, DOCUMENTS)
+    tl.store(sums + ((row * padded + begin) * H + head) * K + to, G, mask=inside(c, K, BK)[None, :])
+    tl.store(whole + ((row * (padded // C) + chunk) * H + head) * K + c, of_chunk, mask=inside(c, K, BK))
+    dtype = q_start.dtype.element_ty
+    tl.store(q_start + out + to, (queries * from_start).to(dtype), mask=there)
+    tl.store(k_start + out + to, (keys * from_start).to(dtype), mask=there)
+    tl.store(k_end + out + to, (keys * to_end).to(dtype), mask=there)

@@ -1,9 +1,10 @@
 """Kimi Delta Attention's rule in Triton: the operator, its gradient, and the order of its kernels.
 
 The kernels are those of the gated delta rule (gated_delta/triton.py), in which each channel of the keys has a decay of its own:
-chunk_transform, state_passing and chunk_outputs, and backward state_passing_bwd and chunk_gradients. chunk_transform multiplies
-queries and keys by their decays from the start of a chunk and to its end, once for all kernels behind it. Kept for the backward
-pass are these three, the running sums of log_decay, the transforms and scores of chunks, the errors and the states between chunks.
+chunk_decays, pair_products, chunk_transform, state_passing and chunk_outputs, and backward state_passing_bwd, pair_gradients and
+chunk_gradients. chunk_decays multiplies queries and keys by their decays from the start of a chunk and to its end, once for all
+kernels behind it. Kept for the backward pass are these three, the running sums of log_decay, the transforms and scores of chunks,
+the errors and the states between chunks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from llmtrain.kernels.gated_delta.operators import (
     programs,
     strides,
 )
-from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
-from llmtrain.kernels.kimi_delta import chunk_outputs, chunk_transform, state_passing
+from llmtrain.kernels.gated_delta.triton_launch import Tile
+from llmtrain.kernels.kimi_delta import chunk_decays, chunk_gradients, chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
-from llmtrain.kernels.kimi_delta.triton_launch import launch_for
+from llmtrain.kernels.kimi_delta.triton_launch import Launch, launch_for
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
@@ -60,12 +61,22 @@ def launch_forward(
     kept = transform, scores, q_start, k_start, k_end, weights, sums, whole, states, errors = _kept(k, v, C)
     y, final = v.new_empty(v.shape), v.new_empty((batch, H, K, V), dtype=torch.float32)
     shape, chunks = {"H": H, "K": K, "C": C, "PRECISION": precision(k)}, -(-T // C)
-    sizes = (T, chunks, chunks * C)
+    sizes, system = (T, chunks, chunks * C), sums.new_empty(scores.shape)
+    of_tokens = {"SHARE": H // k.shape[2], "DOCUMENTS": document_ids is not None}
     with without_wgmma():
+        tile = keys(launch.chunk_decays, K)
+        chunk_decays.chunk_decays_kernel[(-(-K // tile["BK"]), chunks, batch * H)](
+            q, k, log_decay, ids, sums, whole, q_start, k_start, k_end, T, chunks * C, *strides(q, k),
+            H=H, K=K, C=C, **of_tokens, **tile,
+        )  # fmt: skip
+        chunk_transform.pair_products_kernel[(C // 16, chunks, batch * H)](
+            q, k, sums, ids, scores, system, T, chunks * C, *strides(q, k), **shape, **of_tokens,
+            **keys(launch.pair_products, K),
+        )  # fmt: skip
+        tile = launch.chunk_transform
         chunk_transform.chunk_transform_kernel[(chunks, batch * H)](
-            q, k, log_decay, beta, ids, transform, scores, weights, sums, whole, q_start, k_start, k_end,
-            T, chunks * C, *strides(q, k), **shape, SHARE=H // k.shape[2], DOCUMENTS=document_ids is not None,
-            SOLVE_PRECISION=precision(k, launch.solve_precision), **keys(launch.chunk_transform, K),
+            system, beta, transform, weights, T, chunks * C, H=H, C=C, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            SOLVE_PRECISION=precision(k, launch.solve_precision),
         )  # fmt: skip
         state_passing.state_passing_kernel[(programs(launch.state_passing, V), batch * H)](
             k_start, k_end, v, transform, weights, whole, weights if initial_state is None else initial_state.contiguous(),
@@ -111,7 +122,8 @@ def launch_backward(
     batch, T, H, V = v.shape
     K, C, share = k.shape[3], chunk_size, H // k.shape[2]
     shape, chunks = {"H": H, "K": K, "V": V, "C": C, "PRECISION": precision(k)}, -(-T // C)
-    sizes = (T, chunks, chunks * C)
+    sizes, ids = (T, chunks, chunks * C), ids_or(document_ids, beta)
+    d_scores, d_system = torch.empty_like(scores), torch.empty_like(scores)
     d_states, d_written = torch.empty_like(states), torch.empty_like(errors)
     d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
     dq, dk = (k.new_empty((batch, T, H, K)) for _ in range(2))
@@ -124,10 +136,15 @@ def launch_backward(
             **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
             **_all_keys(launch.state_passing_bwd, K, V),
         )  # fmt: skip
-        chunk_outputs.chunk_gradients_kernel[(-(-K // tile["BK"]), chunks, batch * H)](
-            q, k, sums, weights, ids_or(document_ids, beta), states, d_states, errors, d_written, dy,
-            dq, dk, dv, d_log_decay, d_beta, *sizes, *strides(q, k, dy), **shape, SHARE=share,
-            DOCUMENTS=document_ids is not None, **tile,
+        pairs = blocks(launch.pair_gradients, K, V)
+        del pairs["BK"]
+        chunk_gradients.pair_gradients_kernel[(chunks, batch * H)](
+            weights, ids, errors, d_written, dy, d_scores, d_system, dv, d_beta, T, chunks * C, *strides(dy),
+            H=H, V=V, C=C, PRECISION=precision(k), DOCUMENTS=document_ids is not None, **pairs,
+        )  # fmt: skip
+        chunk_gradients.chunk_gradients_kernel[(-(-K // tile["BK"]), chunks, batch * H)](
+            q, k, sums, weights, ids, states, d_states, errors, d_written, dy, d_scores, d_system, dq, dk, d_log_decay,
+            *sizes, *strides(q, k, dy), **shape, SHARE=share, DOCUMENTS=document_ids is not None, **tile,
         )  # fmt: skip
     if share > 1:
         dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
