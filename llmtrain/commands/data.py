@@ -158,7 +158,9 @@ def _shown(args: argparse.Namespace) -> Iterator[str]:
         view = SampleView(tokenizer, recorded_begins(stream.manifest), colour)
         flags = stream.flags(shard)
         of_row = None if flags is None else flags[row]
-        yield from view.lines(f"sample {known_as} ({name}, row {row})", tokens, documents, of_row)
+        numbers = {key: values[row] for key, values in stream.columns(shard).items() if values.ndim == 1}
+        listed = "".join(f", {key} {value:g}" for key, value in numbers.items() if key != "text_bytes")
+        yield from view.lines(f"sample {known_as} ({name}, row {row}{listed})", tokens, documents, of_row)
 
 
 def _chosen(target: Target, args: argparse.Namespace) -> Iterator[tuple[StoredStream, int, str]]:

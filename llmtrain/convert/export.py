@@ -174,7 +174,7 @@ def _pieces(tensors: TensorReader, weights: list[Weight]) -> Iterator[tuple[str,
     """Yield (published name, some of its elements), in order: our parameter is the flat concatenation of its parts. What the
     checkpoint has beyond is rows of the vocabulary that are left out."""
     for weight in weights:
-        plan = [(part.name, count) for part in weight.parts for count in piece_counts(part.size)]
+        plan = [(part.name, count) for part in weight.parts for count in piece_counts(math.prod(part.shape))]
         if weight.reordered:  # read whole
             whole = tensors.elements(weight.ours, [math.prod(weight.shape)])
             split = weight.split(next(whole).view(weight.shape))

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import SupportsIndex, cast
+from typing import NamedTuple, SupportsIndex, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,27 @@ from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMi
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layer_part import parts_of
-from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
+from llmtrain.models.layers import Affine, Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.parameters import is_trained, parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
 
-Stream = Tensor | tuple[Tensor, Tensor]
-"""What a stage of a model hands to the next: hidden states, or these and the embeddings."""
+Stream = Tensor | tuple[Tensor, ...]
+"""What a stage of a model hands to the next, [batch, T, channels] each: hidden states, then the embeddings, where a later layer's
+shared block reads them, then the value that layers hand on, where a later one reads it."""
+
+
+class StreamForm(NamedTuple):
+    """embedding: the embeddings are in a Stream. carried: channels of the value that layers hand on, 0 where it is not in it."""
+
+    embedding: bool = False
+    carried: int = 0
+
+    def channels(self, d_model: int) -> tuple[int, ...]:
+        """Of each tensor of the Stream."""
+        return (d_model, *[d_model] * self.embedding, *[self.carried] * (self.carried > 0))
 
 
 class Selected(nn.ModuleList):
@@ -69,6 +81,7 @@ class HybridLM(nn.Module):
         self.config, self.platform, self.dtype, self.documents = config, platform, dtype, documents
 
         self.embed = Embedding(config.vocab_size, config.d_model)
+        self.embed_scaling = Affine(config.d_model) if config.embedding_scaling else None
         self.positions = LearnedPositions(config.max_seq_len, config.d_model) if config.positions == "learned" else None
         shared: dict[str, list[SharedAttention]] = {
             name: [
@@ -109,9 +122,13 @@ class HybridLM(nn.Module):
         """The model's last layer is here."""
         return self.spans[-1][1] == len(self.config.layer_list())
 
-    def embedding_crosses(self, border: int) -> bool:
-        """True if a shared block of this layer or a later one reads the embeddings, which then go along with the hidden states."""
-        return any(layer.shared for layer in self.config.layer_list()[border:])
+    def crossing(self, border: int) -> StreamForm:
+        """What goes from the layers before this one to it and later ones, beside the hidden states."""
+        later = self.config.layer_list()[border:]
+        carries = (self.config.blocks[one.block].carries for one in later)
+        # A value that is replaced before it is read does not go on: its gradient would be none.
+        carried = next((one.reads for one in carries if any(one)), 0)
+        return StreamForm(any(one.shared for one in later), carried)
 
     def stage(self, *spans: LayerRange) -> HybridLM:
         """The layers of some spans as a model: with the embedding if the first is among them, with final norm and head if the last
@@ -119,8 +136,8 @@ class HybridLM(nn.Module):
         checkpoints of all stages together are that of the whole. On the meta device, memory is then allocated for the stage alone.
 
         `forward` computes one span. It reads what was returned for the layers before, and for a span that is not the last returns
-        hidden states [batch, T, d_model], beside the embeddings where a later layer's shared block reads them. Stages that hold the
-        same parameter (a shared block's; the embedding, which a tied head reads) each have a part of its gradient, to be added up.
+        a Stream in the form `crossing` of its end. Stages that hold the same parameter (a shared block's; the embedding, which a
+        tied head reads) each have a part of its gradient, to be added up.
         """
         count = len(self.blocks)
         assert self.begins and self.ends and all(0 <= first < last <= count for first, last in spans), (
@@ -138,6 +155,7 @@ class HybridLM(nn.Module):
         tied_head = part.ends and self.head is None
         for name, is_used in (
             ("embed", part.begins or tied_head),
+            ("embed_scaling", part.begins),
             ("positions", part.begins),
             ("norm", part.ends),
             ("head", part.ends),
@@ -170,17 +188,22 @@ class HybridLM(nn.Module):
         number.
         """
         first, end = self.spans[span]
+        x, *further = inputs if isinstance(inputs, tuple) else (inputs,)
         if first == 0:
-            assert isinstance(inputs, Tensor)
-            x = embedding = self._embedded(inputs, context)
-        else:
-            x, embedding = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+            x = self._embedded(x, context)
+        embedding = further.pop(0) if first and self.crossing(first).embedding else x
+        carried = further
         last, before = len(self.config.layer_list()), sum(b - a for a, b in self.spans[:span])
-        here = itertools.islice(zip(self.blocks, context.blocks, strict=True), before, before + end - first)
+        here = itertools.islice(zip(self.layer_blocks(), context.blocks, strict=True), before, before + end - first)
         for layer, (block, block_context) in enumerate(here, first + 1):
-            x = block(x, embedding, block_context, context.only if layer == last else None)
+            read = carried if block.carries.reads else ()
+            x = block(x, embedding, block_context, context.only if layer == last else None, *read)
+            if isinstance(x, tuple):
+                x, *carried = x
         if end < last:
-            return (x, embedding) if self.embedding_crosses(end) else x
+            sent = self.crossing(end)
+            out = (x, *[embedding] * sent.embedding, *carried[: sent.carried > 0])
+            return out if len(out) > 1 else x
         x = self.norm(x)
         # The logits' factor: here, so that no form of the loss or of the scores has to know it.
         return multiplied(x, self.config.logit_multiplier)
@@ -193,6 +216,7 @@ class HybridLM(nn.Module):
             if self.ranks is not None and isinstance(positions, Tensor):
                 positions = self.ranks.own(positions)
             x = x + self.positions(positions)
+        x = x if self.embed_scaling is None else self.embed_scaling(x)
         return F.dropout(x, self.config.dropout, self.training)
 
     def enable_segments(self) -> None:

@@ -247,10 +247,12 @@ def exchanged_bytes(config: Config) -> float:
 
 
 def stage_bytes(config: Config) -> float:
-    """Bytes that a stage hands to the next of one microbatch: hidden states, and the embeddings where shared blocks read them."""
+    """Bytes that a stage hands to the next of one microbatch: hidden states, the embeddings where shared blocks read them, and what
+    layers hand on beside them."""
     model, train = config.model, config.train
     width, streams = 2 if train.precision == "amp_bf16" else 4, 1 + any(layer.shared for layer in model.layer_list())
-    return streams * width * model.d_model * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
+    channels = streams * model.d_model + model.carried_width
+    return channels * width * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
 
 
 def routed_bytes(config: Config) -> float:
@@ -303,6 +305,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         else:
             results = {"selective": saved.results + saved.products, "kernels": saved.results}
             kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
+            kept += width * model.carried_width / tensor
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0

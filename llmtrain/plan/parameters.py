@@ -27,7 +27,9 @@ from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settin
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")
 _PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | dict.fromkeys(_NORMS, "norms")
+_PARTS |= dict.fromkeys(("mixer_scaling", "mlp_scaling"), "residual scaling")
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
+_PARTS_OUTSIDE |= {"embed_scaling": "embedding"}
 
 
 @dataclass(frozen=True)

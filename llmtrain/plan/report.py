@@ -11,6 +11,7 @@ from rich.table import Table
 from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.plan.describe import Description
 from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.meshes import AtRate
 from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
@@ -140,6 +141,21 @@ def print_meshes(found: Mapping[int, Scale]) -> None:
         console,
         f"{text} More microbatches (a larger batch, or a smaller train.microbatch_size) make the bubble smaller.",
     )
+
+
+def print_links(found: Sequence[AtRate]) -> None:
+    """Prints the fastest meshes over networks of several rates."""
+    if not found:
+        return
+    console = Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    table = _table("Fastest meshes", "Gbit/s per GPU", "tokens/s", "without stages", "tokens/s", "with stages")
+    for one in found:
+        of_both = [
+            (decimal(best.scale.tokens_per_second, ""), best.mesh) if best else ("", "none fits")
+            for best in (one.without, one.with_stages)
+        ]
+        table.add_row(f"{one.link * 8 / 1e9:g}", *(text for some in of_both for text in some))
+    console.print(table)
 
 
 def _export(d: Description) -> str:

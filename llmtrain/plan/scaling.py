@@ -28,6 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.errors import UserError
@@ -213,8 +214,6 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
 
     Raises OutputError where it cannot be written.
     """
-    import io
-
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -226,6 +225,13 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
     axes.set_ylabel("% of one GPU's tokens/s kept")
     axes.set_title(f"{title}: predicted")
     axes.grid(alpha=0.3)
+    write_figure(figure, path)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as the path's ending says. Raises OutputError where it cannot be written."""
+    import io
+
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."))
     try:

@@ -53,7 +53,8 @@ class PrepareConfig(Section):
     sources: list[PathText] = []
     """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
     `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), by their content; or `stdlib`:
-    Python's own standard library sources; or `made-up-questions`: conversations about people who do not exist."""
+    Python's own standard library sources; or `made-up-questions`: conversations about people who do not exist; or `made-up-sums`:
+    sums of two numbers, as prompts and completions."""
     streams: Annotated[dict[StreamName, StreamSources], Field(min_length=1)] | None = None
     """In place of `sources`: the sources of each stream of a mixture, by the stream's name. Each is made in the folder of its name
     in `out`, all with one tokenizer, and is a stream of the run, which counts by its size or as `data.mixture` says."""

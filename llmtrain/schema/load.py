@@ -86,6 +86,11 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
             train.global_batch_size,
             f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); {config.batch_remedy(groups)}",
         )
+    elif config.samples_per_step % groups:
+        each = config.objective.trained_per_sample
+        text = f"makes {config.samples_per_step} groups of {each} sequences, which {sharers} cannot share; "
+        text += f"use a multiple of {each * groups}"
+        yield Problem("train.global_batch_size", train.global_batch_size, text)
     else:
         yield from microbatch_problems(train, groups)
     size, ranks = train.sharding.shard_size, world_size // parallel.pipeline

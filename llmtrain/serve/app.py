@@ -160,7 +160,9 @@ class Server:
 
         prompts = await self.loop.run_in_executor(None, encoded)
         new = body.max_tokens or OPENAI_MAX_TOKENS
-        return await self._answer(request, body, CompletionForm(self.tokenizer, body.top), prompts, new)
+        return await self._answer(
+            request, body, CompletionForm(self.tokenizer, body.top, body.return_tokens_as_token_ids), prompts, new
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body: ChatBody = self._admit(read_body(ChatBody, await request.read()))

@@ -18,6 +18,7 @@ from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.objectives.policy.objective import Policy
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.start import start_phase
@@ -141,7 +142,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *layer_parts(model, stability),
                 stability,
                 *([training.average] if training.average is not None else []),
-                Throughput(training.cost),
+                Throughput(training.cost, mfu=not isinstance(training.objective, Policy)),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it

@@ -199,7 +199,13 @@ def helium(rng: random.Random) -> Options:
     return keys | {"head_dim": keys["hidden_size"] // keys["num_attention_heads"]}
 
 
+def apertus(rng: random.Random) -> Options:
+    keys = llama_keys(rng, attention_bias=rng.random() < 0.5)
+    return keys | {"hidden_act": rng.choice(["xielu", "xielu", "gelu", "relu2"])}
+
+
 PEERS = {
+    "apertus": hf.Peer(apertus, transformers.ApertusConfig, transformers.ApertusForCausalLM),
     "smollm3": hf.Peer(smollm3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "glm": hf.Peer(glm, transformers.GlmConfig, transformers.GlmForCausalLM),
     "glm4": hf.Peer(glm, transformers.Glm4Config, transformers.Glm4ForCausalLM),

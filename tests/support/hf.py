@@ -168,7 +168,8 @@ def our_gradients(family: Family, ours: HybridLM, names: Mapping[str, Any], toke
     for weight in (weight for weight in family.weights(ours.config) if weight.ours in gradients):
         gradient = gradients.pop(weight.ours)
         assert gradient is not None, weight.ours
-        found |= weight.split(gradient)
+        constants = {part.name for part in weight.parts if part.value is not None}
+        found |= {name: part for name, part in weight.split(gradient).items() if name not in constants}
     assert not gradients
     found = by_names_in(names, found, family.weights(ours.config))
     assert found.keys() == names.keys()

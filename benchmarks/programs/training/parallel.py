@@ -79,9 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_bubbles(rows: list[dict[str, Any]], numbers: list[int], config: Config) -> list[dict[str, Any]]:
     """Rows of so many microbatches each with the share of the passes in which a stage waits, measured and by the schedule."""
-    parallel, passes = config.train.parallel, [row["passes_s"] for row in rows]
+    parallel = config.train.parallel
     if parallel.pipeline == 1 or len(numbers) < 2:
         return rows
+    passes = [row["passes_s"] for row in rows]
     each = (passes[-1] - passes[0]) / (numbers[-1] - numbers[0])
     idle = (parallel.pipeline - 1) / parallel.virtual_stages
     return [

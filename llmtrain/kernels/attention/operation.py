@@ -75,25 +75,28 @@ class Attention(Operation):
             raise UserError(
                 f"attention is checked with causality alone: tune `{(shape.variant or '').partition(',')[0]}`"
             )
-        given = self.pieces(shape, [t.detach() for t in (*tensors[:3], up, *tensors[3:])])
-        q, k, v, dout = (t[0].transpose(0, 1).double() for t in given[:4])
-        sinks = [t.double() for t in given[4:]]
-        out, dq, dk, dv, *dsinks = (torch.zeros_like(t) for t in (dout, q, k, v, *sinks))
-        ids, seq_len = self.ids(shape, q.device.type), shape.seq_len
-        for head in range(q.shape[0]):
-            for begin in range(0, seq_len, _BLOCK):
-                rows = slice(begin, min(begin + _BLOCK, seq_len))
+        ids, n, sinks = self.ids(shape, up.device.type), shape.spec.n_kv_heads, [t.detach() for t in tensors[3:]]
+        sinks = [t[: len(t) // n].double() for t in sinks]
+        dsinks = [torch.zeros_like(t) for t in sinks]
+        found: list[Tensor] = []
+        # The gradient of a sink is of all sequences; of the rest the last is enough.
+        for sequence in range(shape.batch) if sinks else (shape.batch - 1,):
+            given = [t.detach()[sequence, :, : t.shape[2] // n] for t in (*tensors[:3], up)]
+            q, k, v, dout = (t.transpose(0, 1).double() for t in given)
+            found = [torch.zeros_like(t) for t in (dout, q, k, v)]
+            out, dq, dk, dv = found
+            for head, begin in itertools.product(range(len(q)), range(0, shape.seq_len, _BLOCK)):
+                rows = slice(begin, min(begin + _BLOCK, shape.seq_len))
                 own = [q[head, rows], k[0, : rows.stop], v[0, : rows.stop], *(t[head] for t in sinks)]
                 leaves = base.leaves([t.clone() for t in own])
-                part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[-1])
+                part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[sequence])
                 out[head, rows] = part.detach()
-                grads = torch.autograd.grad(part, leaves, dout[head, rows])
-                dq[head, rows] = grads[0]
-                dk[0, : rows.stop] += grads[1]
-                dv[0, : rows.stop] += grads[2]
-                for total, grad in zip(dsinks, grads[3:], strict=True):
+                dq[head, rows], d_k, d_v, *d_sinks = torch.autograd.grad(part, leaves, dout[head, rows])
+                dk[0, : rows.stop] += d_k
+                dv[0, : rows.stop] += d_v
+                for total, grad in zip(dsinks, d_sinks, strict=True):
                     total[head] += grad
-        return [*(t.transpose(0, 1)[None] for t in (out, dq, dk, dv)), *dsinks]
+        return [*(t.transpose(0, 1)[None] for t in found), *dsinks]
 
     def work(self, shape: Shape) -> tuple[Work, Work]:
         """FLOP: 4 head_dim per visible pair and head, in the backward 2.5 times as many. Bytes: of q, k, v and the output; in

@@ -158,11 +158,16 @@ class _Stage(PipelineStage):
 
     def __init__(self, step: PipelineStep, span: int, rows: int, tokens: int):
         model, stages = step.model, step.model.stages
-        hybrid, self.step = model.hybrid, step
+        hybrid, self.step, d_model = model.hybrid, step, model.hybrid.config.d_model
         number, count = span * stages.size + stages.rank, len(hybrid.spans) * stages.size
         between = tokens // (1 if hybrid.ranks is None else hybrid.ranks.size)
-        stream = torch.empty(rows, between, hybrid.config.d_model, dtype=hybrid.dtype, device="meta")
-        received, sent = ((stream,) * (1 + hybrid.embedding_crosses(border)) for border in hybrid.spans[span])
+        received, sent = (
+            tuple(
+                torch.empty(rows, between, channels, dtype=hybrid.dtype, device="meta")
+                for channels in hybrid.crossing(border).channels(d_model)
+            )
+            for border in hybrid.spans[span]
+        )
         super().__init__(
             _Module(span),
             number,

@@ -65,7 +65,7 @@ class StagedLM(CausalLM):
         assert not torch.is_grad_enabled(), "gradients come by a schedule"
         found: Any = None
         for number, (first, last) in enumerate(self.hybrid.spans):
-            found = self._pass(self._received() if first else inputs, context, output, number)
+            found = self._pass(self._received(first) if first else inputs, context, output, number)
             if last < len(self.hybrid.config.layer_list()):
                 self._send(found)
         return self._shared(found)
@@ -90,15 +90,21 @@ class StagedLM(CausalLM):
         for tensor in (shape, *tensors):
             dist.send(tensor.contiguous(), to, group)
 
-    def _received(self) -> Stream:
+    def _received(self, border: int) -> Stream:
+        """What the stage of the layers before this one sent."""
         source, group = self.stages.peer(self.stages.rank - 1), self.stages.group
         shape = torch.empty(4, dtype=torch.int64, device=self.device)
         dist.recv(shape, source, group)
         count, *sizes = shape.tolist()
-        tensors = tuple(torch.empty(sizes, dtype=self.hybrid.dtype, device=self.device) for _ in range(count))
+        channels, like = (
+            self.hybrid.crossing(border).channels(sizes[-1]),
+            {"dtype": self.hybrid.dtype, "device": self.device},
+        )
+        assert len(channels) == count, (channels, count)
+        tensors = tuple(torch.empty(*sizes[:-1], width, **like) for width in channels)
         for tensor in tensors:
             dist.recv(tensor, source, group)
-        return tensors[0] if count == 1 else tensors  # type: ignore[return-value]
+        return tensors[0] if count == 1 else tensors
 
     def _shared(self, result: Output) -> Output:
         """Result of the last stage, with its tensors on this rank's device."""

@@ -210,7 +210,7 @@ def _ssm(**changes: Any) -> dict[str, Any]:
         (
             published.LLAMA_2_7B,
             {"model_type": "gpt2"},
-            "'gpt2'; .*; there is bamba, deepseek_v2, deepseek_v3, dots1, ",
+            "'gpt2'; .*; there is apertus, bamba, deepseek_v2, deepseek_v3, ",
         ),
         (published.LLAMA_2_7B, {"model_type": "x", "mamba_dt_rank": 8}, "needs what is not here: Mamba-1 layers"),
         (
@@ -328,7 +328,7 @@ def test_families():
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
         *("deepseek_v2", "deepseek_v3"),
-        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe"),
+        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya"),
     ]
 
 

@@ -235,6 +235,7 @@ _ATTENTION: dict[str, list[Any]] = {
     "parallel": [True, False],
     "residual_multiplier": [0.5, 1.0],
     "input_multiplier": [0.5, 1.0],
+    "residual_scaling": [True],
     "qkv_bias": [True, False],
     "out_bias": [True, False],
     "output_gate": [True, False],
@@ -254,6 +255,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "logit_softcap": [30.0, None],
         "embedding_multiplier": [3.0, 1.0],
         "logit_multiplier": [0.3, 1.0],
+        "embedding_scaling": [True],
     },
     AttentionBlock: _ATTENTION | {"mlp": _MLP},
     SharedAttentionBlock: _ATTENTION
@@ -277,6 +279,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "parallel": [False],
         "residual_multiplier": [0.5],
         "input_multiplier": [0.5, 1.0],
+        "residual_scaling": [True],
     },
     ParallelMixersBlock: {
         "mixers": [[ATTENTION, ATTENTION], [MAMBA, MAMBA], [MAMBA, ATTENTION | {"position": ROTARY}, MAMBA]],
@@ -285,6 +288,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "parallel": [True],
         "residual_multiplier": [0.5],
         "input_multiplier": [0.5],
+        "residual_scaling": [True],
     },
     GatedDeltaNetBlock: {
         "n_heads": [8],
@@ -299,6 +303,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "parallel": [True],
         "residual_multiplier": [0.5],
         "input_multiplier": [0.5],
+        "residual_scaling": [True],
     },
     NormConfig: {
         "type": ["rmsnorm", "layernorm"],
@@ -308,7 +313,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "place": ["before", "after", "both"],
     },
     MLPSection: {
-        "type": ["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"],
+        "type": ["gelu", "gelu_tanh", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"],
         "d_ff": [44],
         "bias": [True, False],
         "activation_multiplier": [0.5, 1.0],

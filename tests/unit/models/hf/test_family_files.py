@@ -18,7 +18,8 @@ FOLDER = PACKAGE / "models" / "hf"
 YAMLS = sorted((PACKAGE.parent / "yamls" / "pretrain").glob("*.yaml"))
 # Mamba-2 is also the name of a mixer.
 NAMES = re.compile(
-    r"(?<![a-z])mpt|llama|mistral|qwen|olmo|phi[-_ ]?3|granite|gpt[-_ ]?neox|starcoder|gemma|zamba|nemotron|bamba|falcon",
+    r"(?<![a-z])mpt|llama|mistral|qwen|olmo|phi[-_ ]?3|granite|gpt[-_ ]?neox|starcoder|gemma|zamba|nemotron|bamba|falcon"
+    r"|zaya|apertus",
     re.I,
 )
 # A rope_type of config.json, which has the name of the first model that had it.
@@ -109,8 +110,9 @@ def _texts(node: ast.AST, docstrings: set[int]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def presets() -> set[str]:
-    """Families that express a shipped YAML's model; MPT's other ones and kda-130m no class expresses."""
-    files = [file for file in YAMLS if not file.stem.startswith(("mpt", "kda")) or file.stem == "mpt-7b-alibi"]
+    """Families that express a shipped YAML's model; MPT's other ones and those that stand beside kda-130m no class expresses."""
+    ours = ("mpt", "kda", "cca", "mamba3", "mla")
+    files = [file for file in YAMLS if not file.stem.startswith(ours) or file.stem == "mpt-7b-alibi"]
     models = [load_config(file).model for file in files]
     found = {family_for_model(model).model_type for model in models}
     others = [family for family in families() if family.model_type not in found]

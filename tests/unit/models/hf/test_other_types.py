@@ -31,7 +31,7 @@ LACKING = {
     "dbrx": "; of its settings no family here has ffn_config; there is",
     "emu3": "; of its settings no family here has text_config, vq_config; there is",
     "jais2": "; the nearest family, helium, has no layer_norm_eps = 1e-05; there is",
-    "cohere": "; the nearest family, olmo2, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
+    "cohere": "; the nearest family, apertus, has no layer_norm_eps = 1e-05, logit_scale = 0.0625; there is",
     "xlstm": " more; there is",
 }
 
@@ -50,7 +50,7 @@ def refusal(config: dict[str, Any]) -> str:
 def test_what_is_lacking_is_reported_by_its_settings(model_type):
     said = refusal(published(model_type))
     assert said.startswith(f"config.json has model_type '{model_type}'") and LACKING[model_type] in said
-    assert said.endswith(", zamba2")
+    assert said.endswith(", zaya")
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_every_causal_model_of_transformers_is_read_or_refused_by_a_setting():
         ({"model_type": "of-my-own", "dtype": "bfloat16"}, ", and no settings by which to say what it needs; there is"),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "vocab_size": 9, "bos_token_id": 1},
-            "; its settings (hidden_size = 8, vocab_size = 9) are olmo2's too, but what its class computes",
+            "; its settings (hidden_size = 8, vocab_size = 9) are apertus's too, but what its class computes",
         ),
         (
             {"model_type": "of-my-own", "hidden_size": 8, "attention_dropout": 0.1, "n_loops": 3, "share": False},
@@ -93,5 +93,5 @@ def test_a_file_of_few_settings_is_refused_by_what_its_class_takes_for_the_other
 
 @pytest.mark.parametrize("model_type", [3, 0, False, ["llama"], [], {"a": 1}])
 def test_a_type_that_is_no_name(model_type):
-    said = f"config.json has model_type = {json.dumps(model_type)}, which is no name; there is bamba, "
+    said = f"config.json has model_type = {json.dumps(model_type)}, which is no name; there is apertus, "
     assert refusal({"model_type": model_type, "hidden_size": 8}).startswith(said)
