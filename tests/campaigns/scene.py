@@ -67,7 +67,7 @@ READERS = {
     "generate with adapter": Reader(
         ["generate", "hf", "--adapter", "adapter", "--prompt", "the", "--max-new-tokens", "4"], (), ("adapter/*",)
     ),
-    "import adapter": Reader(["import", "adapter", "out", "--base", "hf"], (), ("adapter/*", "hf/config.json")),
+    "import adapter": Reader(["import", "adapter", "out", "--base", "base"], ("base/**",), ("adapter/*",)),
     "export adapter": Reader(["export", "adapted", "out"], (_ADAPTED,)),
     "train adapters": Reader(["train", "adapted.yaml"], (_ADAPTED, _CHECKPOINT), ("adapted.yaml",)),
     "train pairs": Reader(["train", "preferred.yaml"], ("pairs/train/*", "preferred/reference/*"), ("preferred.yaml",)),
@@ -149,7 +149,7 @@ def make(folder: Path, shards: Path) -> Path:
     _composer(settings["model"])
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in WORDS[:3]))
     Path("foundry.yaml").write_text(FULL)
-    Path("sweep.yaml").write_text("models: [run.yaml]\nprecisions: [fp32]\nsteps: 1\nwarmup: 1\ntimeout: 60\n")
+    Path("sweep.yaml").write_text("models: [not-here.yaml]\nsteps: 1\n")
     stored = {"checkpoint.remote": str(folder / "store"), "train.duration": "4 steps"}
     Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
     for argv in (
@@ -195,6 +195,8 @@ def _adapters_and_pairs(folder: Path, changes: dict[str, Any]) -> None:
 
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained("hf"), LoraConfig(r=2, target_modules=["q_proj"]))
     adapted.save_pretrained("adapter")
+    status, text = command(folder, ["import", "hf", "base"])
+    assert status == 0, text
 
 
 def _texts(folder: Path) -> None:

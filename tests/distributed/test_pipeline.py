@@ -2,13 +2,22 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.test_context_parallel import MODELS, SHORT, SLOW, assert_exact, assert_same_run
+from tests.distributed.test_context_parallel import (
+    ATTENTION,
+    MAMBA,
+    MODELS,
+    SHARED,
+    SHORT,
+    SLOW,
+    assert_exact,
+    assert_same_run,
+)
 from tests.support.runs import Run, read_tensors, train
 from tests.support.shared_sequences import Case, random_case
 from tests.support.tiny import BLOCKS, tiny_config
@@ -19,14 +28,42 @@ SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
 def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size):
-    """Documents; tied embeddings, shared blocks that two stages use, as many microbatches as stages or more, and parts in turn."""
+    """Documents; tied embeddings, shared blocks that two stages use, and as many microbatches as stages or more."""
     mesh = {"parallel": {"pipeline": 2}, "sharding": {"strategy": "full"}}
     cases = [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())]
-    in_turn = mesh | {"parallel": mesh["parallel"] | {"virtual_stages": 2}}
-    longer = [
-        replace(one, model=one.model | {"layers": f"({one.model['layers']})*2"}, train=in_turn) for one in cases[::4]
-    ]
-    assert_exact(ranks, size, cases + longer)
+    assert_exact(ranks, size, cases)
+
+
+IN_TURN = {"parallel": {"pipeline": 2, "virtual_stages": 2}}
+NAMED: dict[str, tuple[str, int, int, float | str | None, dict[str, Any], dict[str, Any]]] = {
+    "one layer per stage, tied": ("a*4", 29, 4, None, {"parallel": {"pipeline": 4}}, {"tie_embeddings": True}),
+    "unequal layers": ("m a m m a m a", 29, 2, 0.1, {"parallel": {"pipeline": 2, "virtual_stages": 3}}, {}),
+    "one shared block, on the last part alone": ("m m m s+m", 21, 2, None, IN_TURN, {}),
+    "one shared block, on the first part alone": ("s+m m m m", 21, 4, 0.1, IN_TURN, {}),
+    "one shared block, on every part": ("(s+m)*4", 21, 4, 0.1, IN_TURN, {"tie_embeddings": False}),
+    "scaled embeddings": ("a s+m a m", 21, 2, None, IN_TURN, {"embedding_multiplier": 3.0, "logit_multiplier": 0.5}),
+    "borders everywhere": ("a m a m", 23, 2, "everywhere", {"parallel": IN_TURN["parallel"] | {"context": 2}}, {}),
+    "an odd length": ("a m a m", 17, 2, 0.3, {"parallel": IN_TURN["parallel"] | {"tensor": 2}}, {}),
+    "seven microbatches": ("a*8", 17, 7, None, {"parallel": {"pipeline": 4, "virtual_stages": 2}}, {}),
+    "replicas": ("a m a m", 17, 4, 0.3, IN_TURN | {"sharding": {"strategy": "hybrid", "shard_size": 1}}, {}),
+    "sums every microbatch": ("a m a m", 17, 4, 0.3, IN_TURN | {"sharding": {"sync_every_microbatch": True}}, {}),
+    "sums once": ("a m a m", 17, 6, 0.3, IN_TURN | {"sharding": {"sync_every_microbatch": False}}, {}),
+    "recomputed, grad_op": (
+        *("a s+m a m", 17, 4, 0.3),
+        *(IN_TURN | {"sharding": {"strategy": "grad_op"}, "activation_checkpointing": {"type": "full"}}, {}),
+    ),
+    "two tokens, learned positions": ("a s+m a m", 2, 2, None, IN_TURN, {"positions": "learned"}),
+}
+
+
+@pytest.mark.ci
+def test_named_cases_have_the_loss_and_gradients_of_one_rank(ranks):
+    blocks = {"a": ATTENTION | {"position": {"type": "rotary"}}, "m": MAMBA, "s": SHARED | {"n_shared": 1}}
+    cases = []
+    for layers, seq_len, samples, borders, train_settings, more in NAMED.values():
+        model = {"blocks": {name: one for name, one in blocks.items() if name in layers}, "layers": layers} | more
+        cases.append(Case(model, seq_len, samples, borders, {"sharding": {"strategy": "full"}} | train_settings))
+    assert_exact(ranks, 4, cases)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.ci)], ids=["few", "more"])
@@ -79,7 +116,8 @@ EXPERTS["router"] |= {"bias_rate": 1e-2}
 PARTS = {
     "experts": {
         "model.blocks": {"e": {"type": "attention", "n_heads": 2, "mlp": EXPERTS}, "m": BLOCKS["m"]},
-        "model.layers": "e m e",
+        "model.layers": "e m e m e m",
+        "train.parallel.virtual_stages": 2,
         "model.tie_embeddings": False,
     },
     "muon, averages and a guard": {

@@ -111,8 +111,12 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit_with_its_reference_and_wit
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("loss", "parallel"),
-    [("sigmoid", {"tensor": 2}), ("sigmoid", {"pipeline": 2}), ("kto", {"pipeline": 2})],
-    ids=["tensor", "stages", "stages-kto"],
+    [
+        ("sigmoid", {"tensor": 2}),
+        ("kto", {"pipeline": 2}),
+        pytest.param("several", {"pipeline": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "stages", "stages of pairs"],
 )
 def test_ranks_that_share_layers_or_the_model_train_preferences(loss, parallel, data: Path, tmp_path: Path, ranks):
     [expected] = ranks(1).run(train, config(data, tmp_path / "one", loss))
