@@ -10,9 +10,15 @@ from pathlib import Path
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import (
+    check_streams,
+    check_trained,
+    check_vocabulary,
+    record_problems,
+    steps_per_epoch,
+    stream_samples,
+)
 from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
@@ -58,9 +64,7 @@ def _shared_memory_problems(config: Config) -> Iterator[Problem]:
         free = os.statvfs(_SHARED_MEMORY).f_bavail * os.statvfs(_SHARED_MEMORY).f_bsize
         if config.data.num_workers and free < _LEAST_SHARED:
             what = f"{_SHARED_MEMORY} has {free:,} bytes free, and the loader's processes pass batches through it; "
-            yield Problem(
-                "data.num_workers", config.data.num_workers, what + "enlarge it (docker run --shm-size 1g), or write 0"
-            )
+            yield config.problem_at("data.num_workers", what + "enlarge it (docker run --shm-size 1g), or write 0")
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:
@@ -83,13 +87,11 @@ def _epoch_problems(config: Config) -> Iterator[Problem]:
 def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     checkpoints = Path(config.run_dir) / "checkpoints"
     if reason := unwritable_reason(config.run_dir if fresh else checkpoints):
-        yield Problem("run_dir", config.run_dir, reason)
+        yield config.problem_at("run_dir", reason)
     elif not fresh and (found := misplaced(checkpoints)):
         names = ", ".join(path.name for path in found)
-        yield Problem(
-            "run_dir",
-            config.run_dir,
-            f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away",
+        yield config.problem_at(
+            "run_dir", f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away"
         )
 
 

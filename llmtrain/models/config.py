@@ -93,7 +93,7 @@ class ModelConfig(Section):
         try:
             layers = parse_pattern(self.layers)
         except PatternError as error:
-            yield Problem("layers", self.layers, str(error))
+            yield self.problem_at("layers", str(error))
         used = set()
         for layer in dict.fromkeys(layers):
             for name in filter(None, (layer.block, layer.shared)):

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtrain.config.report import ConfigError
+from llmtrain.pictures import new_figure, save_figure
 from llmtrain.plan.parameters import parameter_sizes
-from llmtrain.plan.scaling import Cluster, Scale, predicted, write_figure
+from llmtrain.plan.scaling import Cluster, Scale, predicted
 from llmtrain.schema.config import Config
 
 STAGES, VIRTUAL, TENSOR = (1, 2, 4, 8, 16), (1, 2), (1, 2, 4, 8)
@@ -62,9 +63,7 @@ def over_links(
 
 def draw_links(found: Sequence[AtRate], path: Path, title: str) -> None:
     """Tokens/s over the network's rate, with and without stages, as a PNG or SVG. Raises OutputError where it cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for label, name, marker in (("with stages", "with_stages", "o-"), ("without", "without", "s--")):
         points = [(one.link * 8 / 1e9, best) for one in found if (best := getattr(one, name)) is not None]
@@ -84,4 +83,4 @@ def draw_links(found: Sequence[AtRate], path: Path, title: str) -> None:
     axes.set_title(f"{title}: predicted, the fastest mesh at each rate", fontsize=10)
     axes.legend()
     axes.grid(alpha=0.3)
-    write_figure(figure, path)
+    save_figure(figure, path, make_folder=True)

@@ -28,11 +28,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
+from llmtrain.pictures import new_figure, save_figure
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.graph_gain import takes_graphs
 from llmtrain.plan.memory import (
@@ -214,9 +213,7 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
 
     Raises OutputError where it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     axes.semilogx([point.gpus for point in points], [100 * point.kept for point in points], "o-", base=2)
     axes.set_xticks([point.gpus for point in points], [str(point.gpus) for point in points], minor=False)
@@ -225,17 +222,4 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
     axes.set_ylabel("% of one GPU's tokens/s kept")
     axes.set_title(f"{title}: predicted")
     axes.grid(alpha=0.3)
-    write_figure(figure, path)
-
-
-def write_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as the path's ending says. Raises OutputError where it cannot be written."""
-    import io
-
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.getvalue())
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    save_figure(figure, path, make_folder=True)

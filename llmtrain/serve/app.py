@@ -16,8 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from llmtrain.data.chat.asking import ChatPrompts
-from llmtrain.data.chat.template import ChatError, ChatTemplate
+from llmtrain.data.chat.template import ChatError, ChatPrompts, ChatTemplate
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.generate.engine import Engine, Request

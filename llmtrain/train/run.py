@@ -11,9 +11,9 @@ import torch
 
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.config.base import Duration
-from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
+from llmtrain.data.shards.checks import require_records
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log

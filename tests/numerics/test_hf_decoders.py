@@ -204,7 +204,18 @@ def apertus(rng: random.Random) -> Options:
     return keys | {"hidden_act": rng.choice(["xielu", "xielu", "gelu", "relu2"])}
 
 
+def ministral(rng: random.Random) -> Options:
+    keys = llama_keys(rng, head_dim=rng.choice([4, 10]))
+    return keys | layer_types(rng, keys["num_hidden_layers"])
+
+
+def ernie4_5(rng: random.Random) -> Options:
+    return llama_keys(rng, head_dim=rng.choice([4, 10]), use_bias=rng.random() < 0.5)
+
+
 PEERS = {
+    "ministral": hf.Peer(ministral, transformers.MinistralConfig, transformers.MinistralForCausalLM),
+    "ernie4_5": hf.Peer(ernie4_5, transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "apertus": hf.Peer(apertus, transformers.ApertusConfig, transformers.ApertusForCausalLM),
     "smollm3": hf.Peer(smollm3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "glm": hf.Peer(glm, transformers.GlmConfig, transformers.GlmForCausalLM),

@@ -30,7 +30,7 @@ _FAMILIES = {
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
         *("deepseek_v2", "deepseek_v3"),
-        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya"),
+        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya", "ministral", "ernie4_5"),
     )
 }
 

@@ -24,12 +24,10 @@ _LACKING = {
 }
 # Model types whose settings a family here has too -> what their classes compute otherwise.
 _CLASSES = {
-    "apertus": "an activation with parameters of its own (hidden_act = xielu)",
     "arcee": "MLPs without a gate (hidden_act = relu2) in Llama's layers",
     "bert-generation": "norms behind the residual sum (layer_norm_eps) and learned positions",
     "bitnet": "norms within attention and MLP (attn_sub_norm, ffn_sub_norm)",
     "cwm": "windows by layer (layer_types) in Llama's layers",
-    "ernie4_5": "positions of neighbouring channels with biases by use_bias",
     "flex_olmo": "experts (num_experts) in layers with norms behind their branches",
     "gemma": "norms of 1 + weight (rms_norm_eps) without Gemma 2's norms behind the branches",
     "granitemoeshared": "a shared expert (shared_intermediate_size) in layers of attention alone",
@@ -37,7 +35,6 @@ _CLASSES = {
     "hunyuan_v1_moe": "norms of queries and keys behind the positions (query_layernorm, key_layernorm)",
     "mellum": "windows and positions by layer (layer_types) beside experts",
     "minimax_m2": "routing by sigmoid (scoring_func) beside norms of whole queries and keys (use_qk_norm)",
-    "ministral": "windows by layer (layer_types) without biases; where all layers are alike, set model_type: mistral",
     "ministral3": "queries scaled by their position (rope_parameters.llama_4_scaling_beta)",
     "olmo": "norms without weights (clip_qkv beside them)",
     "phimoe": "LayerNorm with a router that masks experts (num_local_experts, router_jitter_noise)",

@@ -37,10 +37,10 @@ class BlockSection(ImplementedSection):
 
     def problems(self) -> Iterator[Problem]:
         if self.parallel and self.mlp is None:
-            yield Problem("parallel", True, "needs an mlp beside the mixer; give one, or set parallel: false")
+            yield self.problem_at("parallel", "needs an mlp beside the mixer; give one, or set parallel: false")
         if self.parallel and self.residual_scaling:
             text = "scales one branch after another; set parallel: false, or residual_scaling: false"
-            yield Problem("residual_scaling", True, text)
+            yield self.problem_at("residual_scaling", text)
 
     @property
     def carries(self) -> Carried:

@@ -55,14 +55,12 @@ class RouterSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.top_groups > self.groups:
-            yield Problem("top_groups", self.top_groups, f"exceeds groups ({self.groups}); use fewer")
+            yield self.problem_at("top_groups", f"exceeds groups ({self.groups}); use fewer")
         if self.bias and self.mlp is not None:
-            yield Problem("bias", True, "is of the linear map, in whose place there is an mlp; set bias: false")
+            yield self.problem_at("bias", "is of the linear map, in whose place there is an mlp; set bias: false")
         if self.bias_rate and not self.choice_bias:
-            yield Problem(
-                "bias_rate",
-                self.bias_rate,
-                "changes numbers that are not there; set choice_bias: true, or bias_rate: 0",
+            yield self.problem_at(
+                "bias_rate", "changes numbers that are not there; set choice_bias: true, or bias_rate: 0"
             )
 
 
@@ -109,23 +107,23 @@ class ExpertsSection(FeedForwardSection):
     def problems(self) -> Iterator[Problem]:
         router, n = self.router, self.n_experts
         if self.top_k > n:
-            yield Problem("top_k", self.top_k, f"exceeds n_experts ({n}); use fewer")
+            yield self.problem_at("top_k", f"exceeds n_experts ({n}); use fewer")
         if router.skip and self.top_k > 1:
-            yield Problem("router.skip", True, f"is for top_k: 1, not {self.top_k}; set skip: false")
+            yield self.problem_at("router.skip", f"is for top_k: 1, not {self.top_k}; set skip: false")
         if router.skip and router.groups > 1:
-            yield Problem("router.skip", True, "is in no group of experts; set groups: 1, or skip: false")
+            yield self.problem_at("router.skip", "is in no group of experts; set groups: 1, or skip: false")
         if n % router.groups:
-            yield Problem("router.groups", router.groups, f"does not divide n_experts ({n})")
+            yield self.problem_at("router.groups", f"does not divide n_experts ({n})")
         elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
-            yield Problem("router.groups", router.groups, f"leaves one expert to a group of {n}; use fewer, or 1")
+            yield self.problem_at("router.groups", f"leaves one expert to a group of {n}; use fewer, or 1")
         elif self.top_k > n // router.groups * router.top_groups:
             room = n // router.groups * router.top_groups
-            yield Problem(
-                "top_k", self.top_k, f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
+            yield self.problem_at(
+                "top_k", f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
             )
         if self.shared_gate and self.shared is None:
-            yield Problem(
-                "shared_gate", True, "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
+            yield self.problem_at(
+                "shared_gate", "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
             )
 
     @property

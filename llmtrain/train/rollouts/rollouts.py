@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.loaders import TrainLoader
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
+from llmtrain.data.shards.packing import ENDS, TRAINED
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
 from llmtrain.distributed.world import World
 from llmtrain.errors import RunError

@@ -13,7 +13,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.checkpoint.stores.open import open_store
-from llmtrain.checkpoint.stores.retry import RetryPolicy
+from llmtrain.checkpoint.stores.s3 import RetryPolicy
 from llmtrain.checkpoint.upload import upload
 from tests.support.http_server import HttpServer, ResettingHandler
 from tests.support.stores import QUICK, flip, make_checkpoint

@@ -19,7 +19,7 @@ YAMLS = sorted((PACKAGE.parent / "yamls" / "pretrain").glob("*.yaml"))
 # Mamba-2 is also the name of a mixer.
 NAMES = re.compile(
     r"(?<![a-z])mpt|llama|mistral|qwen|olmo|phi[-_ ]?3|granite|gpt[-_ ]?neox|starcoder|gemma|zamba|nemotron|bamba|falcon"
-    r"|zaya|apertus",
+    r"|zaya|apertus|ministral|ernie",
     re.I,
 )
 # A rope_type of config.json, which has the name of the first model that had it.
@@ -27,6 +27,7 @@ ROPE_TYPE = re.compile(r"llama3(scaling)?$|there are default, linear, llama3 and
 YAML_NAME = re.compile(r"\b(mpt|zamba2)-[\d.]+b\b")
 ELSEWHERE = {
     "models/hf/family.py": "the list of families",
+    "models/hf/other_types.py": "types that no family reads",
     "convert/composer.py": "Composer's checkpoints of LLM Foundry's MPT",
     "convert/foundry": "LLM Foundry's YAMLs, whose models are MPT or published ones",
 }
