@@ -1,4 +1,4 @@
-"""What the operators of delta rules have in common: the form of their gradients, and arguments of their kernels' launches."""
+"""Common parts of the operators of delta rules: the form of their gradients, and arguments of their kernels' launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chunk's tokens are to one another: products of their queries and keys, and the triangular system of the gated delta rule
+"""Relations of a chunk's tokens: products of their queries and keys, and the triangular system of the gated delta rule
 (gated_delta/chunk_transform.py)."""
 
 import triton
