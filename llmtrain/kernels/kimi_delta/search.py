@@ -15,13 +15,13 @@ from llmtrain.kernels.search import Attempt, Outputs, Search, Winner
 
 SPACE: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "chunk_decays": ((32, 64, 128), (16,), (2, 4, 8), (1,)),
-    "pair_products": ((32, 64, 128), (16,), (1, 2, 4), (1, 2)),
+    "pair_products": ((16, 32, 64), (16,), (1, 2), (1, 2, 3)),
     "chunk_transform": ((16,), (16,), (1, 2, 4), (1,)),
-    "state_passing": ((128,), (16, 32, 64), (2, 4, 8), (1, 2, 3)),
-    "chunk_outputs": ((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)),
-    "state_passing_bwd": ((128,), (16, 32, 64), (2, 4, 8), (1, 2)),
-    "pair_gradients": ((16,), (32, 64, 128), (2, 4, 8), (1, 2, 3)),
-    "chunk_gradients": ((16, 32, 64), (32, 64, 128), (1, 2, 4, 8), (1, 2)),
+    "state_passing": ((128,), (16, 32, 64), (4, 8), (1, 2, 3)),
+    "chunk_outputs": ((32, 64), (64, 128), (4,), (1, 2, 3)),
+    "state_passing_bwd": ((128,), (16, 32, 64), (4, 8), (1, 2)),
+    "pair_gradients": ((16,), (32, 64, 128), (4,), (1, 2, 3)),
+    "chunk_gradients": ((16, 32, 64), (32, 64, 128), (1, 2, 4), (1, 2, 3)),
 }
 """Channels of keys and of values, warps and stages of each kernel's programs; 16 where it takes none by blocks."""
 FORWARD = ("chunk_decays", "pair_products", "chunk_transform", "state_passing", "chunk_outputs")
