@@ -1,4 +1,4 @@
-"""What a chunk's tokens are to one another: products of their queries and keys, and the triangular system of the gated delta rule
+"""Products of queries and keys of a chunk's pairs of tokens, and the triangular system of the gated delta rule
 (gated_delta/chunk_transform.py)."""
 
 import triton

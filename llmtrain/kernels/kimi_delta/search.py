@@ -71,7 +71,7 @@ class KimiDeltaSearch(Search):
         return lambda: self._run(part, made)
 
     def error(self, part: str, launch: dict[str, Any]) -> float:
-        """Of the last sequence alone."""
+        """Relative error of the last sequence alone."""
         if not self._exact:
             self._exact = self.in_float64()
         found = self.operation.pieces(self.shape, self.runner(part, launch)())
