@@ -23,31 +23,12 @@ RESULTS, LAYOUT = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "tables
 BEGIN, END = "<!-- figures: python -m benchmarks.tables -->", "<!-- end of figures -->"
 PROVENANCE = ("device", "commit", "date", "command")
 UNITS = {
-    "accuracy": "share correct",
-    "bits_per_byte": "bits/byte",
-    "count": "",
-    "cpu_s": "CPU-s",
-    "documents_per_s": "documents/s",
-    "error": "relative error",
-    "gb_per_s": "GB/s",
-    "gb": "GB",
-    "gib": "GiB",
-    "mb_per_cpu_s": "MB per CPU-second",
-    "mb_per_s": "MB/s",
-    "mb": "MB",
-    "mib": "MiB",
-    "million": "10^6",
-    "million_tokens_per_s": "10^6 tokens/s",
-    "ms_per_mb": "CPU-ms/MB",
-    "ms": "ms",
-    "nats": "nats",
-    "percent": "%",
-    "s": "s",
-    "tb_per_s": "TB/s",
-    "tokens_per_s": "tokens/s",
-    "us": "µs",
-    "x": "×",
-}
+    "accuracy": "share correct", "bits_per_byte": "bits/byte", "count": "", "cpu_s": "CPU-s",
+    "documents_per_s": "documents/s", "error": "relative error", "gb_per_s": "GB/s", "gb": "GB", "gib": "GiB",
+    "mb_per_cpu_s": "MB per CPU-second", "mb_per_s": "MB/s", "mb": "MB", "mib": "MiB", "million": "10^6",
+    "million_tokens_per_s": "10^6 tokens/s", "ms_per_mb": "CPU-ms/MB", "ms": "ms", "nats": "nats", "percent": "%",
+    "s": "s", "tb_per_s": "TB/s", "tokens_per_s": "tokens/s", "us": "µs", "x": "×",
+}  # fmt: skip
 """Units by the end of a figure's name."""
 
 Row = dict[str, Any]
@@ -132,21 +113,13 @@ def sentence(layout: Row, folder: Path = RESULTS) -> list[str]:
     name = layout["results"]
     file = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     source = ", ".join(file[key] for key in PROVENANCE[:3] if file[key])
-    return [
-        f"{with_figures(layout['sentence'], folder).strip()} ({source}; [rows](benchmarks/results/{name}.json))",
-        "",
-    ]
+    text = with_figures(layout["sentence"], folder).strip()
+    return [f"{text} ({source}; [rows](benchmarks/results/{name}.json))", ""]
 
 
 def benchmarks_page(layout: Row, folder: Path = RESULTS) -> str:
-    lines = [
-        "# Benchmarks",
-        "",
-        "<!-- Generated: python -m benchmarks.tables -->",
-        "",
-        layout["introduction"].strip(),
-        "",
-    ]
+    head = ("# Benchmarks", "<!-- Generated: python -m benchmarks.tables -->", layout["introduction"].strip())
+    lines = [line for one in head for line in (one, "")]
     for section in layout["sections"]:
         lines += [f"{'#' * section.get('level', 2)} {section['heading']}", ""]
         lines += [section["text"].strip(), ""] if "text" in section else []
@@ -183,9 +156,7 @@ def documents() -> dict[Path, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 where a document is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where one is out of date")
     check = parser.parse_args(argv).check
     outdated = {path: text for path, text in documents().items() if path.read_text(encoding="utf-8") != text}
     for path, text in outdated.items():

@@ -48,6 +48,11 @@ class Preempted(Exception):
         self.step, self.status = step, 128 + number
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def without_credentials(text: str) -> str:
     """The text with *** for the user and password of every URL in it, as S3_ENDPOINT_URL or a proxy's address may have them."""
     return _USER_OF_URL.sub(r"\1***@", text)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain.distributed.world import free_port, initialize, rank_environment, world_from_environment
+from llmtrain.distributed.world import free_port, gloo_group, initialize, rank_environment, world_from_environment
 from llmtrain.schema.config import Config
 
 
@@ -47,6 +47,13 @@ def on_ranks(nproc: int, program: str, *arguments: str, log: Path | None = None)
     return json.loads(ranks[0].communicate()[0].splitlines()[-1])
 
 
+def in_process(program: str, *arguments: str) -> dict[str, Any]:
+    """JSON object that `python -m benchmarks PROGRAM --in-process ARGUMENTS` prints last; `failed` where it fails."""
+    command = [sys.executable, "-m", "benchmarks", program, "--in-process", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return {"failed": f"status {done.returncode}"} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
+
 class Training:
     """A model as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of `llmtrain train`.
 
@@ -58,19 +65,31 @@ class Training:
 
         from llmtrain.models.causal_lm import CausalLM
         from llmtrain.models.hybrid import HybridLM
+        from llmtrain.objectives.next_token import NextToken
+        from llmtrain.plan.parameters import parameter_sizes
+        from llmtrain.train.build import resolved_config
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import parallelize
-        from llmtrain.train.ranks.tensor_gradients import SharedGradients
+        from llmtrain.train.pipeline.gradients import shared_gradients
+        from llmtrain.train.pipeline.schedule import PipelineStep
+        from llmtrain.train.pipeline.stages import StagedLM
+        from llmtrain.train.step import GradientSync, Step
 
-        self.device, train = initialize(), config.train
-        self.world = world_from_environment().split(train.parallel.context, train.parallel.tensor)
+        self.device, parallel = initialize(), config.train.parallel
+        self.world = world_from_environment().split(parallel.context, parallel.tensor, parallel.pipeline)
+        self.config = resolved_config(config, parameter_sizes(config), self.world, self.device)
+        train, copies = self.config.train, parallel.pipeline * parallel.tensor
         with torch.device("meta"):
-            self.model = HybridLM(config.model, dtype=getattr(torch, train.dtype))
-        self.causal_lm = CausalLM(self.model, train.loss)
-        self.segments = parallelize(self.causal_lm, train, self.world, self.device)
+            model = HybridLM(config.model, dtype=getattr(torch, train.dtype))
+        lm, step = (CausalLM, Step) if parallel.pipeline == 1 else (StagedLM, PipelineStep)
+        self.causal_lm = lm(model, train.loss)
+        self.segments = parallelize(self.causal_lm, train, self.world, self.device, seq_len=config.data.seq_len)
+        self.model = self.causal_lm.hybrid
         self.model.init_weights(config.seed)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.divided = SharedGradients(self.model, self.model.ranks) if self.model.ranks else None
+        self.divided = shared_gradients(self.causal_lm)
+        sync, size = GradientSync(self.causal_lm, train.sharding), train.least_microbatch
+        self.passes = step(self.causal_lm, NextToken(), size, sync, gloo_group(), self.segments, None, copies)
         self.most = train.clip_grad_norm or math.inf
 
     def own(self, ids: Any, labels: Any) -> dict[str, Any]:
@@ -92,6 +111,14 @@ class Training:
         (loss * factor).backward()
         self.update()
         return loss.detach()
+
+    def accumulate(self, ids: Any) -> Any:
+        """Gradients of a batch of tokens [batch, T], in microbatches -> this rank's part of the loss."""
+        import torch
+
+        batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "text_bytes": torch.zeros(len(ids))}
+        batch["sample_ids"] = torch.arange(len(ids))
+        return self.passes.forward_backward(batch, lambda *_: None).losses["total"]
 
     def update(self) -> None:
         """Clipping and the optimizer's step."""

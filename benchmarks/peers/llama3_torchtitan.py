@@ -31,9 +31,7 @@ def main() -> int:
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a microbatch")
-    parser.add_argument(
-        "--global-batch", type=int, help="sequences of a step over all GPUs (default: a microbatch each)"
-    )
+    parser.add_argument("--global-batch", type=int, help="sequences of a step (default: a microbatch each)")
     parser.add_argument("--steps", type=int, default=12, help="timed ones")
     parser.add_argument("--warmup", type=int, default=4, help="steps before")
     parser.add_argument("--layers", type=int, default=32)

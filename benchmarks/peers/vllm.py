@@ -20,40 +20,12 @@ from pathlib import Path
 from llmtrain.errors import exit_with
 
 PACKAGES = (
-    *(
-        "annotated-doc",
-        "annotated-types",
-        "astor",
-        "attrs",
-        "blake3",
-        "cachetools",
-        "cbor2",
-        "compressed-tensors==0.17.0",
-    ),
-    *("depyf==0.20.0", "dill", "diskcache", "distro", "fastapi<0.137", "gguf", "ijson", "jiter", "jsonschema"),
-    *("jsonschema-specifications", "lark==1.2.2", "loguru", "mistral-common", "msgspec", "openai==2.40.0"),
-    *(
-        "openai-harmony==0.0.8",
-        "opentelemetry-api",
-        "partial-json-parser",
-        "pybase64",
-        "pycountry",
-        "pydantic",
-        "pydantic-core",
-    ),
-    *(
-        "prometheus-client",
-        "py-cpuinfo",
-        "pydantic-extra-types",
-        "python-json-logger",
-        "pyzmq",
-        "referencing",
-        "rpds-py",
-        "setproctitle",
-        "sniffio",
-        "starlette>=1",
-    ),
-    "typing-inspection",
+    *("annotated-doc", "annotated-types", "astor", "attrs", "blake3", "cachetools", "cbor2"),
+    *("compressed-tensors==0.17.0", "depyf==0.20.0", "dill", "diskcache", "distro", "fastapi<0.137", "gguf", "ijson"),
+    *("jiter", "jsonschema", "jsonschema-specifications", "lark==1.2.2", "loguru", "mistral-common", "msgspec"),
+    *("openai==2.40.0", "openai-harmony==0.0.8", "opentelemetry-api", "partial-json-parser", "pybase64", "pycountry"),
+    *("pydantic", "pydantic-core", "prometheus-client", "py-cpuinfo", "pydantic-extra-types", "python-json-logger"),
+    *("pyzmq", "referencing", "rpds-py", "setproctitle", "sniffio", "starlette>=1", "typing-inspection"),
 )
 """What vLLM 0.26 imports to serve text, and torch, transformers and their requirements do not bring."""
 LEFT_OUT = (

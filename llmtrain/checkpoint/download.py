@@ -14,7 +14,7 @@ from llmtrain.checkpoint.format.manifest import CheckpointError, FileRecord, Man
 from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
 from llmtrain.checkpoint.local import DOWNLOADING, folder_name, is_own
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
-from llmtrain.config.output_folder import write_synced
+from llmtrain.config.output_folder import sync_path, write_synced
 
 _THREADS = 8
 _DAMAGED = ".damaged"
@@ -44,11 +44,11 @@ def download(store: ObjectStore, prefix: str, manifest: Manifest, root: Path, pr
         if manifests.parse(url, text).save_id != manifest.save_id:
             raise CheckpointError(f"{url} was replaced during its download")
         write_synced(aside / manifests.NAME, text)
-        manifests.sync_folder(aside)
+        sync_path(aside)
         if final.exists():
             final.rename(_free_name(final.with_suffix(_DAMAGED)))
         aside.rename(final)
-        manifests.sync_folder(root)
+        sync_path(root)
     except FileNotFoundError as error:
         raise CheckpointError(f"{url} was deleted during its download ({error})") from None
     except OSError as error:

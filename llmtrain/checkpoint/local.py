@@ -13,8 +13,9 @@ from llmtrain.checkpoint.base import Checkpoint, Progress, no_progress
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.index import Index
-from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest, sync_folder
+from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.config.held_folder import require_in_place
+from llmtrain.config.output_folder import sync_path
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written."""
@@ -163,7 +164,7 @@ def replace(partial: Path, final: Path) -> None:
         clear(aside)
         final.rename(aside)
     partial.rename(final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     if is_own(aside):
         delete(aside)
 

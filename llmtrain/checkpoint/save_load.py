@@ -80,25 +80,6 @@ class RunState:
     """Small files that the checkpoint holds besides, by name."""
 
 
-def save(
-    root: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    tokens: int,
-    config: dict[str, Any],
-    clock: dict[str, Any],
-    data: dict[str, Any],
-    keep_last: int | None,
-    keep_every: int | None = None,
-) -> Path:
-    """Save one checkpoint under `root` and delete those beyond `keep_last`. Called by every rank; see `write`."""
-    state = flat_state(model, optimizer)
-    run = RunState(step, tokens, config, clock, data)
-    return write(root, state, local_tensors(state), run, Retention(keep_last, keep_every))
-
-
 def write(
     root: Path,
     state: Mapping[str, Any],

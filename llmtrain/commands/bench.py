@@ -7,8 +7,8 @@ from llmtrain.commands.arguments import output_path, require_at_least, require_a
 from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 
-MOST_WORKERS, MOST_DRAWS, MOST_SECONDS = 1024, 10_000, 10**6
-"""Largest numbers of processes, of draws of inputs, and of seconds to compile that are taken."""
+MOST_WORKERS, MOST_DRAWS, MOST_SECONDS, MOST_REQUESTS = 1024, 10_000, 10**6, 10**6
+"""Largest numbers of processes, of draws of inputs, of seconds to compile and of requests that are taken."""
 
 
 def add_bench(commands) -> None:
@@ -210,6 +210,7 @@ def serve(args: argparse.Namespace) -> int:
     require_at_least(1, args, "requests", "ids")
     require_at_least(0, args, "warm_up", "spread")
     require_at_most(1, args, "spread")
+    require_at_most(MOST_REQUESTS, args, "requests", "warm_up")
     for name in ("rates", "users", "burstiness", "request_seconds"):
         given = getattr(args, name)
         if any(not one > 0 for one in (given if isinstance(given, list) else [given]) if one is not None):

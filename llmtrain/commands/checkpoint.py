@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.commands.arguments import output_path
 from llmtrain.errors import UserError
+from llmtrain.tables import aligned
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.base import Checkpoint
@@ -81,10 +82,8 @@ def run_ls(args: argparse.Namespace) -> int:
     for item in Repository(args.run).require_any():
         tokens = f"{item.manifest.tokens:,}" if item.manifest else ""
         rows.append((item.name, f"{item.step:,}", tokens, format_bytes(item.nbytes), item.age, item.health))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for name, *numbers, health in rows:
-        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
-        print("  ".join([*cells, health]))
+    for line in aligned(rows, left=(0, 5)):
+        print(line)
     return 0
 
 

@@ -10,9 +10,15 @@ from pathlib import Path
 from llmtrain.checkpoint.local import misplaced
 from llmtrain.config.base import Problem
 from llmtrain.config.output_folder import unwritable_reason
-from llmtrain.data.chat.stored import record_problems
 from llmtrain.data.prepare_problems import prepare_problems
-from llmtrain.data.shards.checks import check_streams, check_trained, check_vocabulary, steps_per_epoch, stream_samples
+from llmtrain.data.shards.checks import (
+    check_streams,
+    check_trained,
+    check_vocabulary,
+    record_problems,
+    steps_per_epoch,
+    stream_samples,
+)
 from llmtrain.data.tokenize.end_of_document import check_documents
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
@@ -36,7 +42,7 @@ def load_runnable(
         Check(_mixture_problems, reads=("data", "train")),
         Check(_epoch_problems, reads=("data", "train", "schedule")),
         Check(lambda config: _folder_problems(config, fresh)),
-        Check(_parameter_problems, reads=("model", "adapt", "optimizer")),
+        Check(_parameter_problems, reads=("model", "adapt", "optimizer", "data", "train")),
         Check(_float8_problems, reads=("model", "train")),
         Check(_in_context_problems, reads=("eval",)),
         Check(lambda config: _initial_problems(config, fresh), reads=("model", "init_from", "run_dir", "name")),
@@ -58,9 +64,7 @@ def _shared_memory_problems(config: Config) -> Iterator[Problem]:
         free = os.statvfs(_SHARED_MEMORY).f_bavail * os.statvfs(_SHARED_MEMORY).f_bsize
         if config.data.num_workers and free < _LEAST_SHARED:
             what = f"{_SHARED_MEMORY} has {free:,} bytes free, and the loader's processes pass batches through it; "
-            yield Problem(
-                "data.num_workers", config.data.num_workers, what + "enlarge it (docker run --shm-size 1g), or write 0"
-            )
+            yield config.problem_at("data.num_workers", what + "enlarge it (docker run --shm-size 1g), or write 0")
 
 
 def _mixture_problems(config: Config) -> Iterator[Problem]:
@@ -83,13 +87,11 @@ def _epoch_problems(config: Config) -> Iterator[Problem]:
 def _folder_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     checkpoints = Path(config.run_dir) / "checkpoints"
     if reason := unwritable_reason(config.run_dir if fresh else checkpoints):
-        yield Problem("run_dir", config.run_dir, reason)
+        yield config.problem_at("run_dir", reason)
     elif not fresh and (found := misplaced(checkpoints)):
         names = ", ".join(path.name for path in found)
-        yield Problem(
-            "run_dir",
-            config.run_dir,
-            f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away",
+        yield config.problem_at(
+            "run_dir", f"{checkpoints} has something else where a checkpoint's folder belongs: {names}; move it away"
         )
 
 
@@ -98,6 +100,7 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.groups or config.adapt is not None:
         from llmtrain.adapt.base import meta_model  # imports torch
         from llmtrain.models.parameters import parameter_info
+        from llmtrain.plan.stages import stage_spans, untrained
         from llmtrain.schema.parameter_groups import group_problems
 
         try:
@@ -106,6 +109,15 @@ def _parameter_problems(config: Config) -> Iterator[Problem]:
             yield Problem("adapt", None, str(error))
             return
         yield from group_problems(config.optimizer, parameter_info(model).values())
+        parallel = config.train.parallel
+        if config.adapt is not None and parallel.pipeline > 1:
+            spans_of = stage_spans(
+                meta_model(config.model), config.data.seq_len, parallel.pipeline, parallel.virtual_stages
+            )
+            for stage in untrained(model, spans_of):
+                layers = ", ".join(f"{first} to {last - 1}" for first, last in spans_of[stage])
+                text = f"makes a stage {stage} of layers {layers}, of which adapt trains nothing; use fewer stages, or more targets"
+                yield Problem("train.parallel.pipeline", parallel.pipeline, text)
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.commands.arguments import output_path
 from llmtrain.commands.data_target import SPLITS, TARGET, Target, open_run, open_target
 from llmtrain.errors import UserError
+from llmtrain.tables import aligned
 
 if TYPE_CHECKING:
     from llmtrain.data.inspect.sample_documents import SampleDocuments
@@ -158,7 +159,9 @@ def _shown(args: argparse.Namespace) -> Iterator[str]:
         view = SampleView(tokenizer, recorded_begins(stream.manifest), colour)
         flags = stream.flags(shard)
         of_row = None if flags is None else flags[row]
-        yield from view.lines(f"sample {known_as} ({name}, row {row})", tokens, documents, of_row)
+        numbers = {key: values[row] for key, values in stream.columns(shard).items() if values.ndim == 1}
+        listed = "".join(f", {key} {value:g}" for key, value in numbers.items() if key != "text_bytes")
+        yield from view.lines(f"sample {known_as} ({name}, row {row}{listed})", tokens, documents, of_row)
 
 
 def _chosen(target: Target, args: argparse.Namespace) -> Iterator[tuple[StoredStream, int, str]]:
@@ -238,11 +241,7 @@ def _table(split: str, sources: list[dict[str, Any]]) -> Iterator[str]:
         numbers = [one["documents"], one["tokens"], one["text_bytes"], one["bytes_per_token"], lengths["mean"]]
         numbers += [lengths[name] for name in ("1%", "50%", "99%", "longest")]
         rows.append((f"  {one['name']}", *map(_figure, numbers)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for row in rows:
-        yield row[0].ljust(widths[0]) + "".join(
-            f"  {cell.rjust(width)}" for cell, width in zip(row[1:], widths[1:], strict=True)
-        )
+    yield from aligned(rows)
     for one in sources:
         special = [f"{text} {100 * share:.2f} %" for text, share in one["special_tokens"].items()]
         frequent = [

@@ -16,6 +16,7 @@ from llmtrain.flops.peaks import Device, device_by_short_name
 
 if TYPE_CHECKING:
     from llmtrain.plan.describe import Description
+    from llmtrain.plan.meshes import AtRate
     from llmtrain.plan.scaling import Cluster, Scale
     from llmtrain.schema.config import Config
 
@@ -35,12 +36,16 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --nodes (default 8)")
     parser.add_argument(
-        "--link", metavar="RATE", help="with --nodes: network of each GPU, hdr, ndr, xdr or Gbit/s (default ndr: 400)"
+        "--link",
+        metavar="RATE",
+        help="with --nodes: network of each GPU, hdr, ndr, xdr or Gbit/s (default ndr: 400); of several, 25,100,ndr, also the "
+        "fastest mesh at each, with and without stages (some minutes for large models)",
     )
     parser.add_argument(
         "--node-link", type=float, metavar="GB/S", help="with --nodes: of each GPU inside a node (default: datasheet)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --nodes: draw the curve (.png, .svg)")
+    drawn = "with --nodes: draw the curve, or with several rates of --link the fastest meshes (.png, .svg)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=drawn)
     parser.add_argument("--mfu", type=float, metavar="X", help="share of the GPU's peak to expect (default 0.5)")
     parser.add_argument("--json", action="store_true", help="print JSON rather than tables")
     parser.set_defaults(func=run_describe)
@@ -51,7 +56,7 @@ def run_describe(args: argparse.Namespace) -> int:
     from llmtrain.plan.scaling import cluster
     from llmtrain.schema.load import load_config
 
-    device, place = device_by_short_name(args.gpu) if args.gpu else None, None
+    device, place, places = device_by_short_name(args.gpu) if args.gpu else None, None, []
     if args.nodes is not None:
         if args.nodes < 1:
             raise UserError(f"--nodes {args.nodes}: expected 1 or more")
@@ -59,9 +64,9 @@ def run_describe(args: argparse.Namespace) -> int:
             raise UserError("--nodes needs --gpu NAME, the GPU to predict for")
         if args.world_size != 1:
             raise UserError("--world-size has no effect with --nodes: it is nodes x --gpus-per-node; leave it out")
-        place = cluster(
-            device, 8 if args.gpus_per_node is None else args.gpus_per_node, args.link or "ndr", args.node_link
-        )
+        per_node = 8 if args.gpus_per_node is None else args.gpus_per_node
+        places = [cluster(device, per_node, link, args.node_link) for link in (args.link or "ndr").split(",")]
+        place = places[0]
         args.world_size = args.nodes * place.per_node
     else:
         for name in ("gpus_per_node", "link", "node_link", "plot"):
@@ -70,19 +75,18 @@ def run_describe(args: argparse.Namespace) -> int:
     if args.plot and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"--plot {args.plot}: expected the name of a .png or .svg")
     config = load_config(args.file, args.overrides, world_size=args.world_size)
-    if place is not None and config.train.sharding.strategy == "hybrid" and config.train.sharding.shard_size is None:
-        sharding = config.train.sharding.model_copy(update={"shard_size": min(place.per_node, args.world_size)})
-        config = config.model_copy(update={"train": config.train.model_copy(update={"sharding": sharding})})
+    config = config if place is None else _on_nodes(config, place, args.world_size)
     if args.mfu is not None and args.gpu is None and config.train.peak_tflops is None:
         raise UserError("--mfu has no effect without --gpu or train.peak_tflops, the peak that it is a share of")
 
     from llmtrain.plan.describe import describe
-    from llmtrain.plan.report import print_description, print_meshes, print_scaling
+    from llmtrain.plan.report import print_description, print_links, print_meshes, print_scaling
 
     per_node = {} if place is None else {"per_node": place.per_node}
     description = describe(config, args.world_size, device, 0.5 if args.mfu is None else args.mfu, **per_node)
     points = _predictions(args, config, place, device, description) if place is not None and device is not None else []
     meshes = _meshes(args, config, place, device, description) if points and place and device else {}
+    by_link = _by_link(args, places, device, description) if len(places) > 1 and device else []
     for point in points:
         if (
             point.gpus == args.world_size and description.speed is not None
@@ -95,6 +99,7 @@ def run_describe(args: argparse.Namespace) -> int:
                 | {
                     "scaling": [asdict(point) for point in points],
                     "meshes": {n: asdict(point) for n, point in meshes.items()},
+                    "links": [asdict(one) for one in by_link],
                 },
                 indent=2,
             )
@@ -104,6 +109,7 @@ def run_describe(args: argparse.Namespace) -> int:
         if points:
             print_scaling(points)
             print_meshes(meshes)
+            print_links(by_link)
     return 0
 
 
@@ -116,9 +122,36 @@ def _predictions(
     assert description.speed is not None
     rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
     points = curve(config, parameter_sizes(config), rate, place, memory, args.world_size)
-    if args.plot:
+    if args.plot and "," not in (args.link or ""):
         draw(points, args.plot, f"{config.name} on {device.title}")
     return points
+
+
+def _on_nodes(config: Config, place: Cluster, world_size: int) -> Config:
+    """The config with its default of train.sharding.shard_size, a node's GPUs."""
+    sharding = config.train.sharding
+    if sharding.strategy != "hybrid" or sharding.shard_size is not None:
+        return config
+    sharding = sharding.model_copy(update={"shard_size": min(place.per_node, world_size)})
+    return config.model_copy(update={"train": config.train.model_copy(update={"sharding": sharding})})
+
+
+def _by_link(args: argparse.Namespace, places: list[Cluster], device: Device, description: Description) -> list[AtRate]:
+    """The fastest meshes over each of the networks, with and without stages."""
+    from llmtrain.plan.meshes import configs, draw_links, over_links
+    from llmtrain.schema.load import load_config
+
+    assert description.speed is not None
+    rate, memory = description.speed.tokens_per_second_per_gpu, device.memory_gb * 1e9
+    given = configs(lambda more: load_config(args.file, [*args.overrides, *more], world_size=args.world_size))
+    some, links = (
+        [_on_nodes(one, places[0], args.world_size) for one in given],
+        sorted({place.link for place in places}),
+    )
+    found = over_links(some, rate, places[0], links, memory, args.world_size)
+    if args.plot:
+        draw_links(found, args.plot, f"{description.name} on {args.world_size:,} x {device.title}")
+    return found
 
 
 def _meshes(

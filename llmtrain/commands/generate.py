@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtrain.commands.model_arguments import add_model, add_model_options, load
+from llmtrain.commands.arguments import add_model, add_model_options, load
 from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
@@ -100,8 +100,7 @@ def _text(prompt: str, turns: Sequence[dict[str, str]] = ()) -> str:
 
 def _conversation(tokenizer: Any, args: argparse.Namespace) -> Callable[..., list[int]]:
     """Ids of what a user says after a conversation. Raises UserError for a model without a chat template."""
-    from llmtrain.data.chat.asking import ChatPrompts
-    from llmtrain.data.chat.template import find_template
+    from llmtrain.data.chat.template import ChatPrompts, find_template
 
     prompts = ChatPrompts(tokenizer, find_template(tokenizer, args.chat_template))
     system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -6,6 +6,7 @@ needs less than a second.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class Section(BaseModel):
 
     def problems(self) -> Iterator[Problem]:
         yield from ()
+
+    def problem_at(self, path: str, message: str) -> Problem:
+        """A problem of the setting at a dotted path below this section, with the value that it has there."""
+        found = functools.reduce(getattr, path.split("."), self)
+        return Problem(path, str(found) if isinstance(found, Duration) else found, message)
 
     @model_validator(mode="after")
     def _report_problems(self):

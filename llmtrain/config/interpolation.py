@@ -8,16 +8,22 @@ import re
 from typing import Any
 
 from llmtrain.config.base import Problem, Section
+from llmtrain.config.limits import time_limit
 from llmtrain.config.report import nearest
 from llmtrain.config.schema_tree import with_defaults
 from llmtrain.config.yaml_source import YamlSource, join
 from llmtrain.config.yaml_text import MAX_TEXT, MAX_VALUES, text_problem
+from llmtrain.errors import UserError
 
 _MAX_CHAIN = 100
 """References and mappings from a value to what it stands for in the end."""
 _MAX_HARD = 100
 """Texts for OmegaConf."""
+_HARD_SECONDS = 5.0
+"""Time for one of them: OmegaConf follows a reference anew wherever it stands."""
 _REFERENCE = re.compile(r"(?<!\\)\$\{([\w-]+(?:\.[\w-]+|\[[0-9]+\])*)\}")
+_IN_A_NAME = re.compile(rf"(?<!\\)(\$\{{[\w.\[\]-]*){_REFERENCE.pattern}")
+"""A reference that is a part of another's name."""
 
 
 class _Unresolved(Exception):
@@ -27,18 +33,21 @@ class _Unresolved(Exception):
         self.message = message
 
 
-def resolve(source: YamlSource, schema: type[Section]) -> None:
-    """Fill in the defaults and replace every `${...}` by its value; one without a value is reported and marked unreadable."""
-    filled = with_defaults(schema, source.data)
-    source.data = _Resolver(source, filled).value((), filled)
+def resolve(source: YamlSource, schema: type[Section] | None) -> None:
+    """Fill in the defaults and replace every `${...}` by its value; one without a value is reported and marked unreadable.
+
+    schema: None for a file of another program, where `???` stays, and null may be a part of a text, as OmegaConf has it.
+    """
+    filled = source.data if schema is None else with_defaults(schema, source.data)
+    source.data = _Resolver(source, filled, foreign=schema is None).value((), filled)
 
 
 Path = tuple[str | int, ...]
 
 
 class _Resolver:
-    def __init__(self, source: YamlSource, tree: dict[str, Any]):
-        self.source, self.tree = source, tree
+    def __init__(self, source: YamlSource, tree: dict[str, Any], foreign: bool = False):
+        self.source, self.tree, self.foreign = source, tree, foreign
         self.resolved: dict[Path, Any] = {}
         self.open: list[Path] = []
         self.wrong: set[str] = set()
@@ -70,7 +79,7 @@ class _Resolver:
 
     def _entry(self, path: Path, written: str) -> Any:
         try:
-            if written == "???":
+            if written == "???" and not self.foreign:
                 raise _Unresolved("stands for a value that you have to give")
             if "${" not in written:
                 return written
@@ -97,19 +106,22 @@ class _Resolver:
 
     def _fill(self, path: Path, text: str) -> Any:
         """The text with every `${...}` replaced; the value itself where the text is one interpolation."""
+        for _ in range(text.count("${")):
+            text = _IN_A_NAME.sub(lambda found: f"{found[1]}{self._reference(found[2])}", text, count=1)
         values = [self._reference(name) for name in _REFERENCE.findall(text)]
         if _REFERENCE.fullmatch(text):
             return values[0]
         if "\\" in text or "${" in _REFERENCE.sub("", text):
             return self._by_omegaconf(path)
         for value in values:
-            if value is None or isinstance(value, (dict, list)):
+            if (value is None and not self.foreign) or isinstance(value, (dict, list)):
                 kind = "null" if value is None else "a mapping or list"
                 raise _Unresolved(f"refers to {kind}, which cannot be a part of a text")
         words = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
         return _REFERENCE.sub(lambda _: next(words), text)
 
     def _by_omegaconf(self, path: Path) -> Any:
+        """The value of the entry at `path`, whose references to other entries are resolved."""
         # Imported here: it costs a third of a second, and few configs need more than references.
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -118,14 +130,29 @@ class _Resolver:
         if self.hard > _MAX_HARD:
             raise _Unresolved(f"more than {_MAX_HARD} interpolations beyond ${{section.key}}")
         try:
-            node: Any = OmegaConf.create(self.tree)
-            for key in path:
-                node = node[key]
+            with time_limit(_HARD_SECONDS, "it"):
+                node: Any = OmegaConf.create(self._so_far((), self.tree))
+                for key in path:
+                    node = node[key]
+        except UserError as error:
+            self.hard = _MAX_HARD
+            raise _Unresolved(f"cannot be resolved: {error}") from None
         except OmegaConfBaseException as error:
             raise _Unresolved(self._reason(error)) from None
         except RecursionError:
             raise _Unresolved("interpolations inside one another go too deep") from None
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+    def _so_far(self, path: Path, written: Any) -> Any:
+        """The entries with the values that are known, in which no interpolation is left."""
+        if path in self.resolved:
+            value = self.resolved[path]
+            return value.replace("${", "\\${") if isinstance(value, str) else value
+        if isinstance(written, dict):
+            return {key: self._so_far((*path, key), item) for key, item in written.items()}
+        if isinstance(written, list):
+            return [self._so_far((*path, index), item) for index, item in enumerate(written)]
+        return written
 
     def _reason(self, error: Exception) -> str:
         text = next(iter(str(error).splitlines()), "")

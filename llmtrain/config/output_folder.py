@@ -86,7 +86,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def publish_folder(partial: Path, out: Path, *, replace: bool) -> None:
     """Rename a marked folder to `out` once all of its files have reached the disk. replace: whether `out` may exist."""
     for path in (*partial.rglob("*"), partial):
-        _flush(path)
+        sync_path(path)
     old = None
     if not replace:
         refuse_existing(out)
@@ -105,7 +105,7 @@ def publish_folder(partial: Path, out: Path, *, replace: bool) -> None:
             (out / MARKER).unlink()
         raise
     (out / MARKER).unlink(missing_ok=True)
-    _flush(out.absolute().parent)
+    sync_path(out.absolute().parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -227,7 +227,8 @@ def write_synced(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def _flush(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -76,7 +76,7 @@ def _source_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem
             "(train.global_batch_size, data.num_canonical_nodes)",
         )
     if prepare.vocab_size and prepare.vocab_size - _BYTE_LEVEL > most:
-        yield Problem("vocab_size", prepare.vocab_size, f"{most} bytes of text cannot fill so many entries")
+        yield prepare.problem_at("vocab_size", f"{most} bytes of text cannot fill so many entries")
 
 
 def _tokenizer_problems(config: Config, prepare: PrepareConfig) -> Iterator[Problem]:
@@ -88,20 +88,20 @@ def _tokenizer_problems(config: Config, prepare: PrepareConfig) -> Iterator[Prob
         try:
             size = _vocabulary(file)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            yield Problem("tokenizer", prepare.tokenizer, f"{file} is not a tokenizer of the `tokenizers` library")
+            yield prepare.problem_at("tokenizer", f"{file} is not a tokenizer of the `tokenizers` library")
             return
         if size > config.model.vocab_size:
             text = f"has {size} tokens, more than model.vocab_size ({config.model.vocab_size})"
-            yield Problem("tokenizer", prepare.tokenizer, text)
+            yield prepare.problem_at("tokenizer", text)
     elif path.is_dir():
         if not any(path.glob("*token*")) and not any(path.glob("*.model")):
-            yield Problem("tokenizer", prepare.tokenizer, "is a folder without a tokenizer.json")
+            yield prepare.problem_at("tokenizer", "is a folder without a tokenizer.json")
     elif not may_be_hub_name(prepare.tokenizer):
-        yield Problem("tokenizer", prepare.tokenizer, "there is no such file or folder")
+        yield prepare.problem_at("tokenizer", "there is no such file or folder")
     elif not re.fullmatch(
         r"(?!.*(--|\.\.))([A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]{0,95}(?<![.-])", prepare.tokenizer, re.ASCII
     ):
-        yield Problem("tokenizer", prepare.tokenizer, "is no file, no folder, and no name on the Hugging Face hub")
+        yield prepare.problem_at("tokenizer", "is no file, no folder, and no name on the Hugging Face hub")
 
 
 def _vocabulary(file: Path) -> int:
@@ -129,24 +129,24 @@ def _folder_problems(prepare: PrepareConfig, made: list[PrepareConfig]) -> Itera
 def _out_problems(prepare: PrepareConfig) -> Iterator[Problem]:
     out = Path(prepare.out).expanduser().absolute()
     if reason := unwritable_reason(out):
-        yield Problem("out", prepare.out, reason)
+        yield prepare.problem_at("out", reason)
         return
     for source in prepare.sources:
         folder = Path(source).expanduser().absolute()
         if source != "stdlib" and folder.is_dir() and out.is_relative_to(folder):
-            yield Problem("out", prepare.out, f"lies inside the source {source}, of which it would become a part")
+            yield prepare.problem_at("out", f"lies inside the source {source}, of which it would become a part")
     if not out.exists() or not any(out.iterdir()):
         return
     try:
         manifest = read_manifest(out)
         if manifest is None:
             text = f"exists and was not made by `llmtrain prepare` (no {MANIFEST}); choose another folder"
-            yield Problem("out", prepare.out, text)
+            yield prepare.problem_at("out", text)
             return
         made = LATER_SETTINGS | dict(manifest["inputs"])
     except (PrepareError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, PrepareError) else f"{out / MANIFEST} is damaged"
-        yield Problem("out", prepare.out, reason)
+        yield prepare.problem_at("out", reason)
         return
     for name in SETTINGS:
         if name == "validation_fraction" and prepare.validation_tokens is not None:

@@ -1,6 +1,6 @@
 """The report of `llmtrain doctor FILE`: which backend each block takes on this machine, and on which measurement."""
 
-from llmtrain.doctor import own_tables, selftest
+from llmtrain.doctor import selftest
 from llmtrain.doctor.report import show
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform, tuning
@@ -21,7 +21,7 @@ def run(config: Config, dtype: str | None = None) -> int:
     dtype = dtype or config.train.dtype
     if dtype not in selftest.DTYPES:
         raise UserError(f"--dtype takes {', '.join(selftest.DTYPES)}, not '{dtype}'")
-    own_tables.check(here)
+    selftest.check(here)
     found = list(chosen(config.model, here, dtype, config.data.mask_documents))
     rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
     title = f"{config.name} on {here.device_name or here.arch} ({here.arch}), {dtype}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmtrain.bench import machine
-from llmtrain.doctor import own_tables, selftest
+from llmtrain.doctor import selftest
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import dense_peak, find_device
 from llmtrain.kernels import platform, registry
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or ("float32" if here.vendor == "cpu" else "bfloat16")
     if dtype not in selftest.DTYPES:
         raise UserError(f"--dtype takes {', '.join(selftest.DTYPES)}, not '{dtype}'")
-    own_tables.check(here)
+    selftest.check(here)
     show("this machine", ("", ""), [*machine.facts(here), *peak(here)])
     found = findings(here, dtype, test=not args.no_test)
     rows = [(f.operation, f.what, f.backend, "auto" * f.chosen, f.state) for f in found]

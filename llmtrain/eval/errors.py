@@ -1,9 +1,11 @@
 """Error of tasks, documents and models under evaluation."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from llmtrain.config import limits
 from llmtrain.errors import UserError
 
 _SHOWN = 5
@@ -12,6 +14,10 @@ _SHOWN = 5
 
 class EvalError(UserError):
     """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""
+
+
+DOCUMENT_SECONDS = limits.DOCUMENT_SECONDS
+time_limit = functools.partial(limits.time_limit, error=EvalError)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from llmtrain.errors import UserError
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.report.results import Failure
+from llmtrain.eval.report.metrics import Failure
 from llmtrain.eval.scoring.data_parallel import DataParallel
 
 Made = TypeVar("Made")

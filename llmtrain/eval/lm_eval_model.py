@@ -25,7 +25,7 @@ from llmtrain.distributed.world import World, initialize, world_from_environment
 from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.lm_eval.generation import read_generation
 from llmtrain.eval.prompts.chat import ChatTemplate, chat_template
-from llmtrain.eval.prompts.encode import GenerationLimits, Prompt, encode
+from llmtrain.eval.prompts.encode import GenerationLimits, Prompt, encode, rolling_requests
 from llmtrain.eval.prompts.lm_eval import ENCODING
 from llmtrain.eval.prompts.requests import (
     GeneratedText,
@@ -36,7 +36,6 @@ from llmtrain.eval.prompts.requests import (
     Response,
     Responses,
 )
-from llmtrain.eval.prompts.rolling_loglikelihood import rolling_requests
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, tokenizer_identity, window_of

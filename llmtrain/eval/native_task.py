@@ -6,9 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.eval.errors import BadDocuments, EvalError, prefixed
+from llmtrain.eval.errors import DOCUMENT_SECONDS, BadDocuments, EvalError, prefixed, time_limit
 from llmtrain.eval.instructions import check_libraries
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.eval.prompts import foundry, lm_eval
 from llmtrain.eval.prompts.encode import encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool

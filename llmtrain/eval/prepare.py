@@ -24,9 +24,7 @@ def read_documents(task: Task, run: EvalRun) -> Documents:
     try:
         return task.documents(run.limit)
     except BadDocuments as error:
-        if not run.skip_bad_documents:
-            raise
-        return _some_left(error, error.rest)
+        return _some_left(error, error.rest, run)
 
 
 def check_prompts(
@@ -66,25 +64,24 @@ def prepare_steps(
             documents, tokenizer, task_run.shots, max_seq_len=task.window(max_seq_len) - 1, pmi=run.pmi, style=style
         )
     except BadDocuments as error:
-        if not run.skip_bad_documents:
-            raise
-        documents, requests = _without(documents, error), error.rest
+        documents, requests = _without(documents, error, run), error.rest
     try:
         task.check_lengths(documents, requests, max_seq_len)
     except BadDocuments as error:
-        if not run.skip_bad_documents:
-            raise
-        documents, requests = _without(documents, error), error.rest
+        documents, requests = _without(documents, error, run), error.rest
     return Prepared(documents, requests)
 
 
-def _without(documents: Documents, error: BadDocuments) -> Documents:
+def _without(documents: Documents, error: BadDocuments, run: EvalRun) -> Documents:
     """Documents without the bad ones, which stay examples of others."""
     kept = [one for one in documents.evaluated if one.where not in error.reasons]
-    return _some_left(error, replace(documents, evaluated=kept, skipped={**documents.skipped, **error.reasons}))
+    return _some_left(error, replace(documents, evaluated=kept, skipped={**documents.skipped, **error.reasons}), run)
 
 
-def _some_left(error: BadDocuments, documents: Documents) -> Documents:
+def _some_left(error: BadDocuments, documents: Documents, run: EvalRun) -> Documents:
+    """The documents, where bad ones are to be left out; else the error is raised."""
+    if not run.skip_bad_documents:
+        raise error
     if not documents.evaluated:
         raise EvalError(f"{error}\n  no document is left")
     return documents

@@ -24,8 +24,9 @@ from llmtrain.eval.prompts.requests import Responses, responses_in_order
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, gauntlet_scores, load_gauntlet
 from llmtrain.eval.report.groups import GroupResult, group_lines, group_results
+from llmtrain.eval.report.metrics import Failure, Result
 from llmtrain.eval.report.response_store import ResponseStore, requests_digest
-from llmtrain.eval.report.results import Failure, Report, Result, skipped_note, truncation_note
+from llmtrain.eval.report.results import Report, skipped_note, truncation_note
 from llmtrain.eval.run_config import EvalRun, TaskRun, gauntlet_task_name, group_runs, task_runs
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import (

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError, prefixed
 from llmtrain.eval.prompts.chat import PLAIN, PromptStyle
+from llmtrain.eval.prompts.encode import rolling_requests
 from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRequest, Request, Response
-from llmtrain.eval.prompts.rolling_loglikelihood import rolling_requests
 from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.scoring.overlap import Steps, run_steps

@@ -12,10 +12,11 @@ from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.layer_part import Product
-from llmtrain.models.layers import Norm, multiplied
+from llmtrain.models.layers import Affine, Norm, multiplied
 from llmtrain.models.mixers.base import Mixer
 from llmtrain.models.mixers.shared_attention import SharedInput
 from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.feed_forward import Carried
 from llmtrain.models.tensor_parallel import TensorRanks
 
 
@@ -24,10 +25,11 @@ class Block(nn.Module):
 
     With norm.place: after, x + norm(mixer(x)) and x + mlp_norm(mlp(x)); with both, x + post_norm(mixer(norm(x))) and so on.
     With parallel, x + mixer(norm(x)) + mlp(mlp_norm(x)). residual_multiplier scales each summand beside x, input_multiplier
-    what the mixer reads.
+    what the mixer reads. With residual_scaling, either summand of a sum has a learned bias and factor.
 
     x, embedding: [batch, T, d_model] -> like x, or [batch, n, d_model] for the n tokens that `only` names, if it does. The
-    shared block's output steers the mixer but does not enter the residual stream itself.
+    shared block's output steers the mixer but does not enter the residual stream itself. carried, and a second result: what goes
+    from one layer's MLP to a later one's (FeedForward.forward), where `carries` says so.
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class Block(nn.Module):
         if block.mlp is not None:
             self.mlp = block.mlp.load_implementation()(block.mlp, config.d_model, platform, dtype)
         self.mlp_post_norm = Norm(config.d_model, norm, platform, dtype) if block.mlp and both else None
+        self.carries = Carried() if self.mlp is None else self.mlp.carries
+        self.mixer_scaling = ResidualScaling(config.d_model) if block.residual_scaling else None
+        self.mlp_scaling = ResidualScaling(config.d_model) if block.residual_scaling and block.mlp else None
 
     def split(self, ranks: TensorRanks) -> None:
         """Divide mixer and MLP between tensor-parallel ranks, before the shared block is; the norms read this rank's tokens."""
@@ -62,7 +67,9 @@ class Block(nn.Module):
             if part is not None:
                 part.split(ranks)
 
-    def forward(self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, embedding: Tensor, context: BlockContext, only: Tensor | None = None, *carried: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         steering = None if self.shared_input is None else self.shared_input(x, embedding, context.shared)
         if self.norm_first:
             _, u = self.norm.add_and_norm(x, steering)
@@ -72,17 +79,22 @@ class Block(nn.Module):
         mixed = self.mixer(u, context.mixer) if context.replay is None else context.replay(self.mixer, u)
         mixed = self._branch(mixed, self.post_norm if self.norm_first else self.norm)
         if only is not None:
-            x, mixed = x[:, only], mixed[:, only]
+            x, mixed, carried = x[:, only], mixed[:, only], tuple(one[:, only] for one in carried)
+        if self.mixer_scaling is not None:
+            x, mixed = self.mixer_scaling(x, mixed)
         if self.mlp is None or self.mlp_norm is None:
             return x + mixed
         if self.norm_first and not self.parallel:
             x, u = self.mlp_norm.add_and_norm(x, mixed)  # the sum and its norm in one kernel
-            return x + self._branch(self.mlp(u, context), self.mlp_post_norm)
-        total = x + mixed
-        u = x if self.parallel else total
-        if self.norm_first:
-            return total + self._branch(self.mlp(self.mlp_norm(u), context), self.mlp_post_norm)
-        return total + self._branch(self.mlp(u, context), self.mlp_norm)
+        else:
+            u = x if self.parallel else x + mixed
+            x, u = x + mixed, self.mlp_norm(u) if self.norm_first else u
+        out = self.mlp(u, context, *carried)
+        out, handed_on = out if isinstance(out, tuple) else (out, None)
+        out = self._branch(out, self.mlp_post_norm if self.norm_first else self.mlp_norm)
+        if self.mlp_scaling is not None:
+            x, out = self.mlp_scaling(x, out)
+        return x + out if handed_on is None else (x + out, handed_on)
 
     def _branch(self, out: Tensor, norm: Norm | None) -> Tensor:
         """The output of the mixer or the MLP as it joins the residual stream. norm: of that output, if there is one."""
@@ -145,6 +157,17 @@ class Block(nn.Module):
             # The last part's inputs are the last tensors that were saved.
             spared += round(chunk * self.mlp.flops(seq_len).forward.total) - products[-1].linear.product(seq_len).total
         return in_parts + self.flops(seq_len, causal=True).forward.total - spared
+
+
+class ResidualScaling(nn.Module):
+    """The summands of a residual sum as they are added: (x, branch), [batch, T, d_model] each -> the same, biased and scaled."""
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.stream, self.branch = Affine(d_model), Affine(d_model)
+
+    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        return self.stream(x), self.branch(branch)
 
 
 def _total(products: Iterable[Product], seq_len: int) -> int:

@@ -45,6 +45,9 @@ Block = Annotated[
     Field(discriminator="type"),
 ]
 
+LayerRange = tuple[int, int]
+"""Consecutive layers of a model: the first, and the one behind the last."""
+
 
 class InitConfig(Section):
     """Weights are normal around 0; projections that end in the residual stream, or beside it in a mixer's input, shrink with
@@ -76,6 +79,8 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of the token embeddings at the input, before learned positions are added."""
+    embedding_scaling: bool = False
+    """A learned bias, and behind it a learned factor, for each channel of what the first layer reads (ZAYA1)."""
     logit_multiplier: PositiveFloat = 1.0
     """Factor of the logits, before logit_softcap."""
     logit_softcap: PositiveFloat | None = None
@@ -88,7 +93,7 @@ class ModelConfig(Section):
         try:
             layers = parse_pattern(self.layers)
         except PatternError as error:
-            yield Problem("layers", self.layers, str(error))
+            yield self.problem_at("layers", str(error))
         used = set()
         for layer in dict.fromkeys(layers):
             for name in filter(None, (layer.block, layer.shared)):
@@ -109,6 +114,7 @@ class ModelConfig(Section):
             for name in sorted(set(self.blocks) - used):
                 yield Problem(f"blocks.{name}", name, "is defined but never used in model.layers; use it or remove it")
         yield from self._pooling_problems()
+        yield from self._carried_problems(layers)
         for name, block in self.blocks.items():
             for problem in block.width_problems(self.d_model):
                 yield Problem(f"blocks.{name}.{problem.path}", problem.found, problem.message)
@@ -129,7 +135,7 @@ class ModelConfig(Section):
     def _pooling_problems(self) -> Iterator[Problem]:
         """Layers whose experts cannot be counted together, as balance.over: model does."""
         pooled = {
-            name: (mlp.n_experts, mlp.top_k)
+            name: (mlp.choices, mlp.top_k)
             for name, mlp in self.experts().items()
             if mlp.balance.weight > 0 and mlp.balance.over == "model"
         }
@@ -137,6 +143,28 @@ class ModelConfig(Section):
             if found != next(iter(pooled.values())):
                 text = f"counts all layers together, but {' and '.join(pooled)} differ in n_experts or top_k; use layer"
                 yield Problem(f"blocks.{name}.mlp.balance.over", "model", text)
+
+    def _carried_problems(self, layers: list[Layer]) -> Iterator[Problem]:
+        """Layers whose MLP reads what no layer before handed on."""
+        width, wrong = 0, dict[str, str]()
+        for place, layer in enumerate(layers):
+            if (block := self.blocks.get(layer.block)) is None:
+                continue
+            reads, hands_on = block.carries
+            if reads and reads != width:
+                found = f"hand on one of {width}" if width else "hand on none"
+                text = f"layer {place} reads a state of {reads} channels, but the layers before it {found}"
+                wrong.setdefault(layer.block, text)
+            width = hands_on or width
+        for name, text in wrong.items():
+            yield Problem(
+                f"blocks.{name}.mlp", name, f"{text}; begin with a block that reads none (router.mlp.previous: false)"
+            )
+
+    @property
+    def carried_width(self) -> int:
+        """Most channels of a value that goes from layer to layer beside the hidden states; 0: there is none."""
+        return max((block.carries.hands_on for block in self.blocks.values()), default=0)
 
     @property
     def draws_in_training(self) -> bool:

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import SupportsIndex, cast
+from typing import NamedTuple, SupportsIndex, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +19,32 @@ from llmtrain.kernels.platform import Platform, detect
 from llmtrain.models.attached_loss import AttachedLosses, TokenSharers
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.models.block import Block
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import LayerRange, ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
 from llmtrain.models.layer_part import parts_of
-from llmtrain.models.layers import Embedding, Head, LearnedPositions, Norm, multiplied
+from llmtrain.models.layers import Affine, Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
 from llmtrain.models.parameters import is_trained, parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks, padding_unit
 
-Stream = Tensor | tuple[Tensor, Tensor]
-"""What a stage of a model hands to the next: hidden states, or these and the embeddings."""
+Stream = Tensor | tuple[Tensor, ...]
+"""What a stage of a model hands to the next, [batch, T, channels] each: hidden states, then the embeddings, where a later layer's
+shared block reads them, then the value that layers hand on, where a later one reads it."""
+
+
+class StreamForm(NamedTuple):
+    """embedding: the embeddings are in a Stream. carried: channels of the value that layers hand on, 0 where it is not in it."""
+
+    embedding: bool = False
+    carried: int = 0
+
+    def channels(self, d_model: int) -> tuple[int, ...]:
+        """Channels of each tensor of the Stream."""
+        return (d_model, *[d_model] * self.embedding, *[self.carried] * (self.carried > 0))
 
 
 class Selected(nn.ModuleList):
@@ -69,6 +81,7 @@ class HybridLM(nn.Module):
         self.config, self.platform, self.dtype, self.documents = config, platform, dtype, documents
 
         self.embed = Embedding(config.vocab_size, config.d_model)
+        self.embed_scaling = Affine(config.d_model) if config.embedding_scaling else None
         self.positions = LearnedPositions(config.max_seq_len, config.d_model) if config.positions == "learned" else None
         shared: dict[str, list[SharedAttention]] = {
             name: [
@@ -97,25 +110,42 @@ class HybridLM(nn.Module):
         self.losses: AttachedLosses | None = None
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
-        self.begins = self.ends = True  # the model's first layer is here, and its last; not so in a stage
-        self.receives_embedding = self.sends_embedding = False
+        self.spans: list[LayerRange] = [(0, len(self.blocks))]
 
-    def stage(self, first: int, last: int) -> HybridLM:
-        """Layers first .. last - 1 as a model: with the embedding if they are the first, with final norm and head if they are the
-        last, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
+    @property
+    def begins(self) -> bool:
+        """The model's first layer is here; not so in most stages."""
+        return self.spans[0][0] == 0
+
+    @property
+    def ends(self) -> bool:
+        """The model's last layer is here."""
+        return self.spans[-1][1] == len(self.config.layer_list())
+
+    def crossing(self, border: int) -> StreamForm:
+        """Tensors that go from the layers before this one to it and later ones, beside the hidden states."""
+        later = self.config.layer_list()[border:]
+        carries = (self.config.blocks[one.block].carries for one in later)
+        # A value that is replaced before it is read does not go on: its gradient would be none.
+        carried = next((one.reads for one in carries if any(one)), 0)
+        return StreamForm(any(one.shared for one in later), carried)
+
+    def stage(self, *spans: LayerRange) -> HybridLM:
+        """The layers of some spans as a model: with the embedding if the first is among them, with final norm and head if the last
+        is, and with the shared blocks that they use. Parts and parameters are this model's, under the same names, so that the
         checkpoints of all stages together are that of the whole. On the meta device, memory is then allocated for the stage alone.
 
-        `forward` reads what it returned for the layers before, and a stage that is not the last returns its hidden states
-        [batch, T, d_model], beside the embeddings where a later layer's shared block reads them. Stages that hold the same
-        parameter (a shared block's; the embedding, which a tied head reads) each have a part of its gradient, to be added up.
+        `forward` computes one span. It reads what was returned for the layers before, and for a span that is not the last returns
+        a Stream in the form `crossing` of its end. Stages that hold the same parameter (a shared block's; the embedding, which a
+        tied head reads) each have a part of its gradient, to be added up.
         """
-        assert self.begins and self.ends and 0 <= first < last <= len(self.blocks), f"no layers {first} to {last - 1}"
+        count = len(self.blocks)
+        assert self.begins and self.ends and all(0 <= first < last <= count for first, last in spans), (
+            f"no layers {spans}"
+        )
         part = copy.copy(self)
-        part._modules, part._contexts = dict(self._modules), ContextCache()
-        part.begins, part.ends = first == 0, last == len(self.blocks)
-        shared_later = [any(layer.shared for layer in self.config.layer_list()[end:]) for end in (first, last)]
-        part.receives_embedding, part.sends_embedding = shared_later[0] and not part.begins, shared_later[1]
-        part.blocks = Selected({i: self.blocks[i] for i in range(first, last)})
+        part._modules, part._contexts, part.spans = dict(self._modules), ContextCache(), list(spans)
+        part.blocks = Selected({i: self.blocks[i] for span in spans for i in range(*span)})
         used = part.shared_uses()
         kept = {
             name: Selected({i: one for i, one in enumerate(copies) if one in used})
@@ -125,6 +155,7 @@ class HybridLM(nn.Module):
         tied_head = part.ends and self.head is None
         for name, is_used in (
             ("embed", part.begins or tied_head),
+            ("embed_scaling", part.begins),
             ("positions", part.begins),
             ("norm", part.ends),
             ("head", part.ends),
@@ -148,23 +179,31 @@ class HybridLM(nn.Module):
             for shared in copies:
                 shared.split(ranks)
 
-    def forward(self, inputs: Stream, context: Context) -> Stream:
+    def forward(self, inputs: Stream, context: Context, span: int = 0) -> Stream:
         """Hidden states for the head, after the final norm: [batch, T, d_model], or of the n tokens of context.only
         [batch, n, d_model]. Of a tensor-parallel rank: those of its own tokens, unless TensorRanks.whole_tokens. Of a stage, see
         there.
 
-        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read.
+        inputs: token ids [batch, T]. context: of the method `context` or `prefix_context`, or of Cache.read. span: its
+        number.
         """
-        if self.begins:
-            assert isinstance(inputs, Tensor)
-            x = embedding = self._embedded(inputs, context)
-        else:
-            x, embedding = inputs if isinstance(inputs, tuple) else (inputs, inputs)
-        last = len(self.blocks) - 1 if self.ends else None
-        for layer, (block, block_context) in enumerate(zip(self.blocks, context.blocks, strict=True)):
-            x = block(x, embedding, block_context, context.only if layer == last else None)
-        if not self.ends:
-            return (x, embedding) if self.sends_embedding else x
+        first, end = self.spans[span]
+        x, *further = inputs if isinstance(inputs, tuple) else (inputs,)
+        if first == 0:
+            x = self._embedded(x, context)
+        embedding = further.pop(0) if first and self.crossing(first).embedding else x
+        carried = further
+        last, before = len(self.config.layer_list()), sum(b - a for a, b in self.spans[:span])
+        here = itertools.islice(zip(self.layer_blocks(), context.blocks, strict=True), before, before + end - first)
+        for layer, (block, block_context) in enumerate(here, first + 1):
+            read = carried if block.carries.reads else ()
+            x = block(x, embedding, block_context, context.only if layer == last else None, *read)
+            if isinstance(x, tuple):
+                x, *carried = x
+        if end < last:
+            sent = self.crossing(end)
+            out = (x, *[embedding] * sent.embedding, *carried[: sent.carried > 0])
+            return out if len(out) > 1 else x
         x = self.norm(x)
         # The logits' factor: here, so that no form of the loss or of the scores has to know it.
         return multiplied(x, self.config.logit_multiplier)
@@ -177,6 +216,7 @@ class HybridLM(nn.Module):
             if self.ranks is not None and isinstance(positions, Tensor):
                 positions = self.ranks.own(positions)
             x = x + self.positions(positions)
+        x = x if self.embed_scaling is None else self.embed_scaling(x)
         return F.dropout(x, self.config.dropout, self.training)
 
     def enable_segments(self) -> None:

@@ -200,6 +200,20 @@ class Norm(nn.Module):
         return kernel(x, delta, weight, self.bias)
 
 
+class Affine(nn.Module):
+    """(x + bias) * scale, for each channel: [..., dim] -> like x."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        return {"scale": constant(1.0), "bias": constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bias) * self.scale
+
+
 class SplitNorm:
     """ReferenceNorm of channels that are divided between tensor-parallel ranks, `part` in all."""
 

@@ -48,7 +48,7 @@ class Objective(ABC):
 
     def further_counts(self, batch: Batch) -> tuple[int, ...]:
         """Other numbers of a batch in host memory that `loss` divides by. Each microbatch of a step has the sums over all of them
-        and all ranks as `step_counts`, ints, that of `count` first."""
+        and all ranks, once of those that count the same, as `step_counts`, ints, that of `count` first."""
         return ()
 
     @property

@@ -131,8 +131,7 @@ class Preference(Objective):
             loss, terms = self._unpaired(outputs, batch, found, answers, shares)
         else:
             loss, terms = self._paired(answers, found, shares)
-        ranks = outputs.model.hybrid.ranks  # each of which counts the same tokens
-        terms["tokens/trained"] = loss.new_tensor(trained / (1 if ranks is None else ranks.size))
+        terms["tokens/trained"] = loss.new_tensor(trained)
         return LossOutput(loss, {n: t.detach() for n, t in terms.items()}, torch.tensor(pairs, device=loss.device))
 
     def _paired(self, answers: Answers, found: Likelihoods, shares: list[float]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -13,10 +13,8 @@ class ObjectiveSection(ImplementedSection):
     cuda_graphs_refusal: ClassVar[str | None] = None
     """Reason for which its microbatches can be no CUDA graphs."""
     parallel_refusals: ClassVar[Mapping[str, str]] = {}
-    """Reasons for which ranks cannot share its sequences (`context`) or layers (`tensor`, `expert`), by the key of
-    train.parallel."""
-    pipeline_refusal: ClassVar[str | None] = None
-    """Reason for which a pipeline of stages cannot compute it (train.parallel.pipeline)."""
+    """Reasons for which ranks cannot share its sequences (`context`), layers (`tensor`, `expert`) or the model (`pipeline`), by the
+    key of train.parallel."""
     trained_only: ClassVar[bool] = False
     """Labels are the tokens alone that shards mark as trained."""
     has_z_loss: ClassVar[bool] = True

@@ -75,9 +75,6 @@ class PreferenceSection(ObjectiveSection):
     parallel_refusals: ClassVar[Mapping[str, str]] = {
         "context": "an answer's probability is a product over all of its tokens"
     }
-    pipeline_refusal: ClassVar[str | None] = (
-        "sums over the microbatches of a step are needed before their backward passes"
-    )
     needs_documents: ClassVar[bool] = True
     trained_only: ClassVar[bool] = True
     has_z_loss: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from llmtrain.flops.mfu import tokens_per_second_at
 from llmtrain.flops.peaks import Device, dense_peak
 from llmtrain.kernels.platform import detect, named
 from llmtrain.models.backends import chosen
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import LayerRange, ModelConfig
 from llmtrain.models.costs import Work
 from llmtrain.models.hf.family import UnsupportedModelError, family_for_model
 from llmtrain.plan.automatic import resolve_auto
@@ -70,10 +70,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class StageDescription:
-    """Layers first .. last - 1. share: of the FLOPs of training. memory: bytes of a GPU of the stage."""
+    """Spans of layers, first .. last - 1 each. share: of the FLOPs of training. memory: bytes of a GPU of the stage."""
 
-    first: int
-    last: int
+    spans: tuple[LayerRange, ...]
     share: float
     parameters: int
     memory: int
@@ -219,7 +218,7 @@ def describe(
 
 def _stages(config: Config, sizes: ParameterSizes, world_size: int) -> list[StageDescription]:
     return [
-        StageDescription(stage.first, stage.last, stage.share, stage.sizes.total, memory.total)
+        StageDescription(stage.spans, stage.share, stage.sizes.total, memory.total)
         for stage, memory in zip(sizes.stages, stage_memories(config, sizes, world_size), strict=True)
     ]
 

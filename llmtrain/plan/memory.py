@@ -43,12 +43,14 @@ import math
 from dataclasses import dataclass, fields
 
 from llmtrain.errors import UserError
+from llmtrain.models.config import LayerRange
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.block import BlockSection
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.schema.adapt import NF4_BYTES
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
+from llmtrain.schema.pipeline import rounds
 
 OFFLOADED_AT_ONCE = 2**25
 """Elements of a rank whose optimizer state is on the GPU together, with optimizer.offload. A larger parameter is there alone."""
@@ -102,12 +104,15 @@ class ParameterSizes:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Layers first .. last - 1 of a model. share: of the FLOPs of its training."""
+    """Spans of layers, first .. last - 1 each, of a model. shares: of the FLOPs of its training."""
 
-    first: int
-    last: int
-    share: float
+    spans: tuple[LayerRange, ...]
+    shares: tuple[float, ...]
     sizes: ParameterSizes
+
+    @property
+    def share(self) -> float:
+        return sum(self.shares)
 
 
 @dataclass(frozen=True)
@@ -133,12 +138,12 @@ def estimate_memory(config: Config, sizes: ParameterSizes, world_size: int) -> M
         raise UserError(f"the world size is at least 1, not {world_size}")
     if sizes.stages:
         return max(stage_memories(config, sizes, world_size), key=lambda memory: memory.total)
-    return _of_layers(config, sizes, world_size, _Layers(0, len(config.model.layer_list())))
+    return _of_layers(config, sizes, world_size, _Layers(((0, len(config.model.layer_list())),)))
 
 
 def stage_memories(config: Config, sizes: ParameterSizes, world_size: int) -> list[Memory]:
     """Memory of a GPU of each stage."""
-    train, count = config.train, len(sizes.stages)
+    train, count, virtual = config.train, len(sizes.stages), config.train.parallel.virtual_stages
     groups = max(world_size // train.parallel.ranks, 1)
     microbatches = max(train.global_batch_size // (groups * train.least_microbatch), 1)
     return [
@@ -146,20 +151,28 @@ def stage_memories(config: Config, sizes: ParameterSizes, world_size: int) -> li
             config,
             stage.sizes,
             world_size,
-            _Layers(stage.first, stage.last, min(count - number, microbatches), number > 0, number == count - 1),
+            _Layers(stage.spans, under_way(number, count, virtual, microbatches), number > 0, number == count - 1),
         )
         for number, stage in enumerate(sizes.stages)
     ]
 
 
+def under_way(stage: int, stages: int, virtual: int, microbatches: int) -> float:
+    """Most microbatches whose activations a stage holds at a time, each of all its layers: one of half of them counts for half.
+    1F1B, and torch.distributed.pipelining's interleaved form of it."""
+    if virtual == 1:
+        return min(stages - stage, microbatches)
+    of_round = microbatches // rounds(stages, microbatches)
+    return min((virtual - 1) * of_round + 2 * (stages - 1 - stage) + 1, virtual * microbatches) / virtual
+
+
 @dataclass(frozen=True)
 class _Layers:
-    """Layers first .. last - 1, of which so many microbatches' activations are there at once. receives: their input is another
-    stage's output. ends: the head comes behind them."""
+    """Spans of layers, of which so many microbatches' activations are there at once. receives: the input of the first is another
+    stage's output. ends: the head comes behind the last."""
 
-    first: int
-    last: int
-    microbatches: int = 1
+    spans: tuple[LayerRange, ...]
+    microbatches: float = 1
     receives: bool = False
     ends: bool = True
 
@@ -234,10 +247,12 @@ def exchanged_bytes(config: Config) -> float:
 
 
 def stage_bytes(config: Config) -> float:
-    """Bytes that a stage hands to the next of one microbatch: hidden states, and the embeddings where shared blocks read them."""
+    """Bytes that a stage hands to the next of one microbatch: hidden states, the embeddings where shared blocks read them, and what
+    layers hand on beside them."""
     model, train = config.model, config.train
     width, streams = 2 if train.precision == "amp_bf16" else 4, 1 + any(layer.shared for layer in model.layer_list())
-    return streams * width * model.d_model * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
+    channels = streams * model.d_model + model.carried_width
+    return channels * width * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
 
 
 def routed_bytes(config: Config) -> float:
@@ -277,7 +292,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         return SavedBytes(everything, saved.results / tensor, saved.products / tensor)
 
     per_layer = []
-    here = model.layer_list()[layers.first : layers.last]
+    here = [layer for first, last in layers.spans for layer in model.layer_list()[first:last]]
     for layer in here:
         saved = saved_by(model.blocks[layer.block])
         per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
@@ -290,6 +305,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         else:
             results = {"selective": saved.results + saved.products, "kernels": saved.results}
             kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
+            kept += width * model.carried_width / tensor
     if checkpointing.type in ("none", "auto", "budget"):
         kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
@@ -297,7 +313,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
     # input, and gradients of both ends.
     outside = (not layers.receives) + 2 * layers.ends + checkpointing.offload
     between = stage_bytes(config) / config.train.least_microbatch * (layers.microbatches + 1)
-    parts.append(max(parts) + between * ((not layers.ends) + layers.receives))
+    parts.append(max(parts) + between * (2 * len(layers.spans) - layers.ends - (not layers.receives)))
     batch = config.train.least_microbatch
     used = [model.blocks[name] for layer in here for name in (layer.block, layer.shared) if name]
     call = seq_len if context == 1 else seq_len // (2 * context)  # attention goes segment by segment

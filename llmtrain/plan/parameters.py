@@ -20,14 +20,16 @@ from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.memory import ParameterSizes, StageSizes
-from llmtrain.plan.stages import stage_bounds, stage_costs
+from llmtrain.plan.stages import stage_costs, stage_spans
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
 
 _NORMS = ("norm", "post_norm", "mlp_norm", "mlp_post_norm")
 _PARTS = {"mixer": "mixer", "mlp": "MLP", "shared_input": "per-use adapters"} | dict.fromkeys(_NORMS, "norms")
+_PARTS |= dict.fromkeys(("mixer_scaling", "mlp_scaling"), "residual scaling")
 _PARTS_OUTSIDE = {"embed": "embedding", "positions": "positions", "norm": "final norm", "head": "head"}
+_PARTS_OUTSIDE |= {"embed_scaling": "embedding"}
 
 
 @dataclass(frozen=True)
@@ -177,17 +179,21 @@ def parameter_sizes(config: Config) -> ParameterSizes:
     """Sizes of the groups FSDP2 shards: one per layer, the rest together (see train/parallel.py). Of a model that ranks divide
     (train.parallel.tensor), those of one rank."""
     model, parallel, seq_len = meta_model(config.model), config.train.parallel, config.data.seq_len
-    bounds = stage_bounds(model, seq_len, parallel.pipeline)
+    spans_of = stage_spans(model, seq_len, parallel.pipeline, parallel.virtual_stages)
     costs = stage_costs(model, seq_len)
     if parallel.tensor > 1:
         model.split(TensorRanks(0, parallel.tensor))
     model = adapted(model, config.adapt)
     whole = _sizes(model, config)
-    if len(bounds) == 1:
+    if len(spans_of) == 1:
         return whole
     stages = [
-        StageSizes(first, last, sum(costs[first:last]) / sum(costs), _sizes(model.stage(first, last), config))
-        for first, last in bounds
+        StageSizes(
+            tuple(spans),
+            tuple(sum(costs[first:last]) / sum(costs) for first, last in spans),
+            _sizes(model.stage(*spans), config),
+        )
+        for spans in spans_of
     ]
     return replace(whole, stages=tuple(stages))
 

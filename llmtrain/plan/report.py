@@ -11,6 +11,7 @@ from rich.table import Table
 from llmtrain.flops.units import binary, decimal, duration, share, significant
 from llmtrain.plan.describe import Description
 from llmtrain.plan.memory import host_bytes
+from llmtrain.plan.meshes import AtRate
 from llmtrain.plan.parameters import Float8Description
 from llmtrain.plan.scaling import Scale
 from llmtrain.schema.config import Config
@@ -142,6 +143,21 @@ def print_meshes(found: Mapping[int, Scale]) -> None:
     )
 
 
+def print_links(found: Sequence[AtRate]) -> None:
+    """Prints the fastest meshes over networks of several rates."""
+    if not found:
+        return
+    console = Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    table = _table("Fastest meshes", "Gbit/s per GPU", "tokens/s", "without stages", "tokens/s", "with stages")
+    for one in found:
+        of_both = [
+            (decimal(best.scale.tokens_per_second, ""), best.mesh) if best else ("", "none fits")
+            for best in (one.without, one.with_stages)
+        ]
+        table.add_row(f"{one.link * 8 / 1e9:g}", *(text for some in of_both for text in some))
+    console.print(table)
+
+
 def _export(d: Description) -> str:
     if d.exports_as:
         return f"`llmtrain export` writes it as {d.exports_as}"
@@ -254,7 +270,7 @@ def _memory(d: Description, config: Config) -> Table:
 def _stages(d: Description) -> Table:
     table = _table("Stages", "layers", "FLOPs", "parameters", "memory per GPU")
     for stage in d.stages:
-        layers = f"{stage.first} to {stage.last - 1}" if stage.last - stage.first > 1 else str(stage.first)
+        layers = ", ".join(f"{a} to {b - 1}" if b - a > 1 else str(a) for a, b in stage.spans)
         size = binary(stage.memory)
         too_much = d.gpu_memory is not None and stage.memory > d.gpu_memory
         row = (share(stage.share, 1), f"{stage.parameters:,}", f"[red]{size}, too much[/]" if too_much else size)

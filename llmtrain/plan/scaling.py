@@ -14,8 +14,9 @@ assumption, and nothing beyond one node has been measured.
 GPUs that share sequences or layers (train.parallel) share a microbatch's work evenly, and exchange what plan/memory.py counts,
 inside a node where all of them are, beside what FSDP2 moves of each one's part. That costs as if nothing of it were hidden: with
 train.parallel.async_tensor less. Of N stages of a pipeline with n microbatches each waits (N - 1) / n of the time of its work for
-others, and all for the one that has the most FLOPs; a stage hands activations on, and gets their gradients, for every microbatch,
-over the network where stages are on nodes of their own. None of these predictions has been compared with a measurement.
+others, with V virtual stages a V-th of it, and all for the one that has the most FLOPs; a stage hands activations on, and gets
+their gradients, V times for every microbatch, over the network where stages are on nodes of their own. None of these predictions
+has been compared with a measurement.
 
 WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
 launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
@@ -28,9 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
+from llmtrain.pictures import new_figure, save_figure
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.graph_gain import takes_graphs
 from llmtrain.plan.memory import (
@@ -156,8 +157,8 @@ def bubble_share(config: Config, sizes: ParameterSizes, gpus: int) -> float:
     if not sizes.stages:
         return 0.0
     stages, microbatches = len(sizes.stages), config.grad_accum(gpus)
-    slowest = max(stage.share for stage in sizes.stages) * stages
-    return slowest * (microbatches + stages - 1) / microbatches - 1
+    slowest = max(share for stage in sizes.stages for share in stage.shares) * stages * len(sizes.stages[0].spans)
+    return slowest * (1 + (stages - 1) / (microbatches * config.train.parallel.virtual_stages)) - 1
 
 
 def handed_on_seconds(config: Config, place: Cluster, gpus: int) -> float:
@@ -167,7 +168,7 @@ def handed_on_seconds(config: Config, place: Cluster, gpus: int) -> float:
         return 0.0
     inside = gpus <= place.per_node
     rate = LOCAL_SHARE * place.node_link if inside else NETWORK_SHARE * place.link
-    return 2 * config.grad_accum(gpus) * stage_bytes(config) / rate
+    return 2 * config.train.parallel.virtual_stages * config.grad_accum(gpus) * stage_bytes(config) / rate
 
 
 def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpus: int) -> tuple[float, float]:
@@ -212,11 +213,7 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
 
     Raises OutputError where it cannot be written.
     """
-    import io
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     axes.semilogx([point.gpus for point in points], [100 * point.kept for point in points], "o-", base=2)
     axes.set_xticks([point.gpus for point in points], [str(point.gpus) for point in points], minor=False)
@@ -225,10 +222,4 @@ def draw(points: Sequence[Scale], path: Path, title: str) -> None:
     axes.set_ylabel("% of one GPU's tokens/s kept")
     axes.set_title(f"{title}: predicted")
     axes.grid(alpha=0.3)
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.getvalue())
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    save_figure(figure, path, make_folder=True)

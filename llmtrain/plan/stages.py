@@ -5,15 +5,21 @@ Where the borders lie changes no result and no checkpoint.
 
 from collections.abc import Sequence
 
+from llmtrain.models.config import LayerRange
 from llmtrain.models.hybrid import HybridLM
 
-Bounds = list[tuple[int, int]]
-"""Of each stage its first layer, and the one behind its last."""
+
+def stage_spans(model: HybridLM, seq_len: int, stages: int, virtual: int = 1) -> list[list[LayerRange]]:
+    """Layers of each stage of a whole model: `virtual` spans, of all `stages` * virtual ones every stages-th, whose most expensive
+    one costs the least that it can."""
+    spans = divided(stage_costs(model, seq_len), stages * virtual)
+    return [spans[stage::stages] for stage in range(stages)]
 
 
-def stage_bounds(model: HybridLM, seq_len: int, stages: int) -> Bounds:
-    """Stages of a whole model, whose most expensive one costs the least that it can."""
-    return divided(stage_costs(model, seq_len), stages)
+def untrained(model: HybridLM, spans_of: Sequence[Sequence[LayerRange]]) -> list[int]:
+    """Stages of a converted model that hold no trained parameter."""
+    parts = (model.stage(*spans) for spans in spans_of)
+    return [stage for stage, part in enumerate(parts) if not any(p.requires_grad for p in part.parameters())]
 
 
 def stage_costs(model: HybridLM, seq_len: int) -> list[int]:
@@ -23,7 +29,7 @@ def stage_costs(model: HybridLM, seq_len: int) -> list[int]:
     return costs
 
 
-def divided(costs: Sequence[int], parts: int) -> Bounds:
+def divided(costs: Sequence[int], parts: int) -> list[LayerRange]:
     """Runs of consecutive entries, none of them empty, whose largest sum is the least; of several such ways the one with the
     earliest borders. At most as many parts as entries."""
     assert 1 <= parts <= len(costs)

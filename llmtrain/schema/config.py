@@ -54,21 +54,16 @@ class Config(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.data.seq_len > self.model.max_seq_len:
-            yield Problem(
-                "data.seq_len", self.data.seq_len, f"must not exceed model.max_seq_len ({self.model.max_seq_len})"
-            )
+            yield self.problem_at("data.seq_len", f"must not exceed model.max_seq_len ({self.model.max_seq_len})")
         prepare = self.data.prepare
         if prepare and prepare.vocab_size and prepare.vocab_size > self.model.vocab_size:
-            yield Problem(
-                "data.prepare.vocab_size",
-                prepare.vocab_size,
-                f"must not exceed model.vocab_size ({self.model.vocab_size})",
+            yield self.problem_at(
+                "data.prepare.vocab_size", f"must not exceed model.vocab_size ({self.model.vocab_size})"
             )
         remote = self.checkpoint.remote
         if remote is not None and (folder := local_folder(remote)) and _within(folder, self.run_dir):
-            yield Problem(
+            yield self.problem_at(
                 "checkpoint.remote",
-                remote,
                 f"is in run_dir ({self.run_dir}), whose checkpoints are to be copied; choose a place apart from it",
             )
         if self.adapt is not None and not self.adapt.sections():
@@ -79,7 +74,7 @@ class Config(Section):
         yield from self._context_problems()
         yield from self._float8_problems()
         if self.train.cuda_graphs == "on" and (reason := self.train.cuda_graphs_refusal(1, self.draws_in_training)):
-            yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
+            yield self.problem_at("train.cuda_graphs", f"there can be none, as {reason}; use auto or off")
         yield from self._tensor_problems()
         yield from self._expert_problems()
         yield from pipeline_problems(self)
@@ -97,19 +92,17 @@ class Config(Section):
                 )
         for path, folder in folders.items():
             if _within(self.run_dir, folder):
-                yield Problem(
-                    "run_dir", self.run_dir, f"is in a folder of shards ({path}: {folder}); choose a place apart"
-                )
+                yield self.problem_at("run_dir", f"is in a folder of shards ({path}: {folder}); choose a place apart")
                 return
 
     def _objective_problems(self) -> Iterator[Problem]:
         """Forms of training that the objective does not have."""
         train, objective = self.train, self.objective
         if train.cuda_graphs == "on" and (reason := objective.cuda_graphs_refusal):
-            yield Problem("train.cuda_graphs", "on", f"there can be none, as {reason}; use auto or off")
+            yield self.problem_at("train.cuda_graphs", f"there can be none, as {reason}; use auto or off")
         for key, reason in objective.parallel_refusals.items():
-            if (ranks := getattr(train.parallel, key)) > 1:
-                yield Problem(f"train.parallel.{key}", ranks, f"{reason}; use 1")
+            if getattr(train.parallel, key) > 1:
+                yield self.problem_at(f"train.parallel.{key}", f"{reason}; use 1")
         for problem in objective.problems_beside(
             self.data.seq_len, self.init_from is not None or self.adapt is not None
         ):
@@ -117,16 +110,16 @@ class Config(Section):
         prepare = self.data.prepare
         if prepare is not None and objective.packing not in (None, prepare.packing):
             text = f"makes samples of several prompts or of parts; objective: {objective.type_name} needs {objective.packing}"
-            yield Problem("data.prepare.packing", prepare.packing, text)
+            yield self.problem_at("data.prepare.packing", text)
         if train.global_batch_size % (per := objective.trained_per_sample):
             text = f"must be a multiple of {per}, the answers that a step trains to each prompt (group_size x epochs)"
-            yield Problem("train.global_batch_size", train.global_batch_size, text)
+            yield self.problem_at("train.global_batch_size", text)
         if train.loss.z_loss and not objective.has_z_loss:
             text = f"has no effect on objective: {objective.type}; use 0"
-            yield Problem("train.loss.z_loss", train.loss.z_loss, text)
+            yield self.problem_at("train.loss.z_loss", text)
         if objective.needs_documents and not self.data.mask_documents:
             text = f"objective: {objective.type_name} has samples of several answers, which must not see each other; use true"
-            yield Problem("data.mask_documents", False, text)
+            yield self.problem_at("data.mask_documents", text)
 
     def _context_problems(self) -> Iterator[Problem]:
         """Settings under which ranks cannot share sequences."""
@@ -135,23 +128,23 @@ class Config(Section):
             return
         key, shard_size = "train.parallel.context", self.train.sharding.shard_size
         if self.data.seq_len < 2 * context:
-            yield Problem(
-                key, context, f"cuts data.seq_len = {self.data.seq_len} into {2 * context} parts; use fewer ranks"
+            yield self.problem_at(
+                key, f"cuts data.seq_len = {self.data.seq_len} into {2 * context} parts; use fewer ranks"
             )
         if shard_size is not None and shard_size % context:
-            yield Problem(key, context, f"must divide train.sharding.shard_size ({shard_size})")
+            yield self.problem_at(key, f"must divide train.sharding.shard_size ({shard_size})")
         for name, block in self.model.blocks.items():
             if any(block.width_problems(self.model.d_model)):
                 continue  # reported by themselves
             if reason := block.segments_refusal(self.model.d_model, self.data.mask_documents):
-                yield Problem(key, context, f"block {name}: {reason}")
+                yield self.problem_at(key, f"block {name}: {reason}")
 
     def _checkpointing_problems(self) -> Iterator[Problem]:
         """Fewer layers than k, and feed-forward layers that cannot read a part of the tokens at a time."""
         checkpointing, layers = self.train.activation_checkpointing, len(self.model.layer_list())
         if checkpointing.type == "every_k" and checkpointing.k is not None and checkpointing.k > layers:
             text = f"of {layers} layers one in so many is the first alone, as with k: {layers}; use at most {layers}"
-            yield Problem("train.activation_checkpointing.k", checkpointing.k, text)
+            yield self.problem_at("train.activation_checkpointing.k", text)
         key, tokens = "train.activation_checkpointing.mlp_tokens", checkpointing.mlp_tokens
         for name, block in self.model.blocks.items():
             if tokens is not None and block.mlp is not None and not block.mlp.chunkable:
@@ -163,17 +156,15 @@ class Config(Section):
         if self.adapt is None or self.adapt.base != "nf4":
             return
         if self.train.float8 is not None:
-            yield Problem(
-                "adapt.base", "nf4", "widens weights to bf16 for each product; use bf16, or train.float8: null"
+            yield self.problem_at(
+                "adapt.base", "widens weights to bf16 for each product; use bf16, or train.float8: null"
             )
         if self.train.microbatch_size == "auto":
-            yield Problem(
-                "train.microbatch_size",
-                "auto",
-                "tries sizes before there are weights; with adapt.base: nf4 use a number",
+            yield self.problem_at(
+                "train.microbatch_size", "tries sizes before there are weights; with adapt.base: nf4 use a number"
             )
         if self.init_from is None:
-            yield Problem("adapt.base", "nf4", "is of trained weights; name their checkpoint in init_from")
+            yield self.problem_at("adapt.base", "is of trained weights; name their checkpoint in init_from")
 
     def _float8_problems(self) -> Iterator[Problem]:
         """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""
@@ -196,7 +187,7 @@ class Config(Section):
         steps = duration.steps(tokens_per_step=self.tokens_per_step, steps_per_epoch=None, total_steps=None)
         if profile.after + profile.steps > steps:
             last = f"step {profile.after + profile.steps} would be the last of the {profile.steps} steps to profile"
-            yield Problem("train.profile.after", profile.after, f"{last}, and the run has {steps}; use fewer")
+            yield self.problem_at("train.profile.after", f"{last}, and the run has {steps}; use fewer")
 
     def _tensor_problems(self) -> Iterator[Problem]:
         """Settings under which ranks cannot divide layers."""
@@ -221,7 +212,7 @@ class Config(Section):
         of_whole = {"muon": "orthogonalises whole matrices", "adamw_8bit": "makes scales of whole rows"}
         if (kind := self.optimizer.type) in of_whole:
             text = f"{of_whole[kind]}, of which tensor-parallel ranks hold parts; use adamw, or {key}: 1"
-            yield Problem("optimizer.type", kind, text)
+            yield self.problem_at("optimizer.type", text)
         if self.train.float8 is not None:
             text = (
                 "makes scales of whole matrices, of which tensor-parallel ranks hold parts; use null, or " + key + ": 1"
@@ -242,7 +233,7 @@ class Config(Section):
             if counted and seq_len % unit:
                 text = f"must be a multiple of {unit} (train.parallel.{parallel.describe()}), or the tokens that fill up sequences "
                 text += f"would count in the balance of block {name}'s experts; use {seq_len // unit * unit or unit}"
-                yield Problem("data.seq_len", seq_len, text)
+                yield self.problem_at("data.seq_len", text)
         if experts and expert % parallel.tensor:
             text = f"must be a multiple of train.parallel.tensor ({parallel.tensor}), whose ranks send experts their own tokens"
             yield Problem(key, expert, f"{text}; use {math.lcm(expert, parallel.tensor)}")
@@ -251,7 +242,7 @@ class Config(Section):
             yield Problem(key, expert, f"must divide train.sharding.shard_size ({shard_size})")
         if expert > 1 and self.train.microbatch_size == "auto":
             text = f"tries sizes before there are weights, with which all tokens meet the same experts; use a number, or {key}: 1"
-            yield Problem("train.microbatch_size", "auto", text)
+            yield self.problem_at("train.microbatch_size", text)
 
     def microbatch_tokens(self, size: int) -> int:
         """Tokens of so many sequences on one rank, with those that fill up sequences which ranks share (models/segments.py)."""

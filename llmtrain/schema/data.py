@@ -53,7 +53,8 @@ class PrepareConfig(Section):
     sources: list[PathText] = []
     """Files, folders and globs, on this machine, `s3://` or `hf://`: text, JSON lines, JSON, Parquet, Arrow (also what
     `datasets.save_to_disk` writes) and CSV, plain or compressed (gzip, zstandard, bzip2, xz), by their content; or `stdlib`:
-    Python's own standard library sources; or `made-up-questions`: conversations about people who do not exist."""
+    Python's own standard library sources; or `made-up-questions`: conversations about people who do not exist; or `made-up-sums`:
+    sums of two numbers, as prompts and completions."""
     streams: Annotated[dict[StreamName, StreamSources], Field(min_length=1)] | None = None
     """In place of `sources`: the sources of each stream of a mixture, by the stream's name. Each is made in the folder of its name
     in `out`, all with one tokenizer, and is a stream of the run, which counts by its size or as `data.mixture` says."""
@@ -130,31 +131,25 @@ class PrepareConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if bool(self.sources) == (self.streams is not None):
-            yield Problem("sources", self.sources, "give either sources, or streams with the sources of each, not both")
+            yield self.problem_at("sources", "give either sources, or streams with the sources of each, not both")
         if self.validation_tokens is not None and not self.validation_fraction:
-            yield Problem(
-                "validation_tokens", self.validation_tokens, "has no effect with validation_fraction: 0; remove that"
-            )
+            yield self.problem_at("validation_tokens", "has no effect with validation_fraction: 0; remove that")
         if (self.tokenizer is None) == (self.vocab_size is None):
-            yield Problem(
-                "tokenizer", self.tokenizer, "give either a tokenizer, or a vocab_size to train one with, not both"
-            )
+            yield self.problem_at("tokenizer", "give either a tokenizer, or a vocab_size to train one with, not both")
         if not self.add_eos_token and self.chat is None and (self.fills_samples or not self.add_bos_token):
             reason = (
                 f"packing: {self.packing} masks" if self.fills_samples else "without add_bos_token, nothing divides"
             )
-            yield Problem("add_eos_token", False, f"{reason} documents; leave it at true")
+            yield self.problem_at("add_eos_token", f"{reason} documents; leave it at true")
         if self.add_bos_token and self.vocab_size is not None:
-            yield Problem(
-                "add_bos_token", True, "a tokenizer that is trained here has no bos_token; name a `tokenizer`"
+            yield self.problem_at(
+                "add_bos_token", "a tokenizer that is trained here has no bos_token; name a `tokenizer`"
             )
         if not re.fullmatch(r"none|zstd(:([1-9]|1[0-9]|2[0-2]))?", self.compression):
-            yield Problem("compression", self.compression, "give zstd, zstd:LEVEL with a level from 1 to 22, or none")
+            yield self.problem_at("compression", "give zstd, zstd:LEVEL with a level from 1 to 22, or none")
         if self.vocab_size is not None and self.vocab_size < 257:
-            yield Problem(
-                "vocab_size",
-                self.vocab_size,
-                "a byte-level BPE needs at least 257 entries (256 bytes and end of document)",
+            yield self.problem_at(
+                "vocab_size", "a byte-level BPE needs at least 257 entries (256 bytes and end of document)"
             )
 
 
@@ -184,7 +179,7 @@ class StreamConfig(Section):
         if len(given) > 1:
             yield Problem(given[1], getattr(self, given[1]), f"is given beside {given[0]}; give one of them")
         if local_problem(self.local):
-            yield Problem("local", self.local, "is an address: give it as `remote`, and here a folder that caches it")
+            yield self.problem_at("local", "is an address: give it as `remote`, and here a folder that caches it")
 
 
 class SplitConfig(Section):
@@ -233,15 +228,11 @@ class MixturePhase(Section):
             yield Problem("proportions", found, "give one of proportions, tokens and repeats")
             return
         if self.until is not None and self.is_budget:
-            yield Problem(
-                "until", str(self.until), f"a phase of {next(iter(self.given))} ends when they are read; remove it"
-            )
+            yield self.problem_at("until", f"a phase of {next(iter(self.given))} ends when they are read; remove it")
         elif self.until is not None and self.until.unit not in ("steps", "tokens"):
-            yield Problem(
-                "until", str(self.until), "give steps or tokens: the order must not depend on the run's length"
-            )
+            yield self.problem_at("until", "give steps or tokens: the order must not depend on the run's length")
         elif self.until is not None and self.until.value <= 0:
-            yield Problem("until", str(self.until), "must be positive")
+            yield self.problem_at("until", "must be positive")
         if not any(self.shares.values()):
             yield Problem(next(iter(self.given)), None, "all are 0; at least one stream must be read")
 
@@ -299,17 +290,15 @@ class DataConfig(Section):
         if self.train is None and self.prepare is None:
             yield Problem("train", None, "give data.train.streams, or data.prepare to make shards first")
         if self.prepare is not None and self.prepare.seq_len != self.seq_len:
-            yield Problem("prepare.seq_len", self.prepare.seq_len, f"must equal data.seq_len ({self.seq_len})")
+            yield self.problem_at("prepare.seq_len", f"must equal data.seq_len ({self.seq_len})")
         if self.prepare is not None and self.prepare.fills_samples and not self.mask_documents:
             packing = self.prepare.packing
-            yield Problem("mask_documents", False, f"data.prepare.packing: {packing} fills samples; set this to true")
+            yield self.problem_at("mask_documents", f"data.prepare.packing: {packing} fills samples; set this to true")
         if self.cache_limit is not None and (
             kept := [name for name, stream in self.train_streams().items() if stream.remote is None]
         ):
-            yield Problem(
-                "cache_limit",
-                self.cache_limit,
-                f"deletes shards that can be downloaded again, but stream {kept[0]} has no remote",
+            yield self.problem_at(
+                "cache_limit", f"deletes shards that can be downloaded again, but stream {kept[0]} has no remote"
             )
         yield from self._mixture_problems()
         for name, stream in self.validation.streams.items() if self.validation else ():
@@ -325,12 +314,12 @@ class DataConfig(Section):
         weighted = [name for name, one in streams.items() if one.proportion is not None or one.is_budget]
         budgets = [name for name, one in streams.items() if one.is_budget]
         if self.stratified and self.mixture is None and not weighted:
-            yield Problem("stratified", True, "has an effect on a mixture alone; give proportions, or leave it out")
+            yield self.problem_at("stratified", "has an effect on a mixture alone; give proportions, or leave it out")
         if self.order == "streaming" and (self.mixture is not None or self.stratified or budgets):
             wanted = (
                 "mixture" if self.mixture is not None else "stratified" if self.stratified else "tokens and repeats"
             )
-            yield Problem("order", self.order, f"is StreamingDataset's, which has no data.{wanted}; leave it out")
+            yield self.problem_at("order", f"is StreamingDataset's, which has no data.{wanted}; leave it out")
         if self.mixture is None:
             return
         if not self.mixture:

@@ -51,4 +51,4 @@ class Environment(Section):
             elif _OF_THE_LAUNCHER.fullmatch(name):
                 yield Problem(f"variables.{name}", value, "is the launcher's")
         if self.tunable_op_folder is not None and self.tunable_op == "off":
-            yield Problem("tunable_op_folder", self.tunable_op_folder, "has no effect with tunable_op: off")
+            yield self.problem_at("tunable_op_folder", "has no effect with tunable_op: off")

@@ -21,7 +21,7 @@ class InContextConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
-            yield Problem("interval", str(self.interval), "must be positive")
+            yield self.problem_at("interval", "must be positive")
 
 
 class SamplesConfig(Section):
@@ -42,7 +42,7 @@ class SamplesConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
-            yield Problem("interval", str(self.interval), "must be positive")
+            yield self.problem_at("interval", "must be positive")
         if not self.prompts and not self.questions:
             yield Problem("prompts", None, "give prompts, or a number of questions of the validation data")
 
@@ -65,4 +65,4 @@ class EvalConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
-            yield Problem("interval", str(self.interval), "must be positive")
+            yield self.problem_at("interval", "must be positive")

@@ -76,16 +76,20 @@ def check_for_world(config: Config, world_size: int) -> Iterator[Problem]:
     if world_size // parallel.pipeline % parallel.expert:
         of = "ranks" if parallel.pipeline == 1 else "ranks of a stage"
         text = f"must divide the number of {of} ({world_size // parallel.pipeline})"
-        yield Problem("train.parallel.expert", parallel.expert, text)
+        yield config.problem_at("train.parallel.expert", text)
     groups = world_size // parallel.ranks
     sharers = f"{world_size} ranks" if parallel.ranks == 1 else f"{groups} groups of {parallel.ranks} ranks"
     unit = groups * train.least_microbatch
     if train.global_batch_size % unit:
-        yield Problem(
+        yield config.problem_at(
             "train.global_batch_size",
-            train.global_batch_size,
             f"must be a multiple of {unit} ({sharers} x microbatch_size {train.least_microbatch}); {config.batch_remedy(groups)}",
         )
+    elif config.samples_per_step % groups:
+        each = config.objective.trained_per_sample
+        text = f"makes {config.samples_per_step} groups of {each} sequences, which {sharers} cannot share; "
+        text += f"use a multiple of {each * groups}"
+        yield Problem("train.global_batch_size", train.global_batch_size, text)
     else:
         yield from microbatch_problems(train, groups)
     size, ranks = train.sharding.shard_size, world_size // parallel.pipeline

@@ -40,9 +40,9 @@ class ParameterGroup(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.lr is not None and self.lr_factor is not None:
-            yield Problem("lr_factor", self.lr_factor, "stands beside lr; give one of them")
+            yield self.problem_at("lr_factor", "stands beside lr; give one of them")
         if self.lr is None and self.lr_factor is None and self.weight_decay is None:
-            yield Problem("match", self.match, "is given no setting; add lr, lr_factor or weight_decay")
+            yield self.problem_at("match", "is given no setting; add lr, lr_factor or weight_decay")
 
 
 class OptimizerSection(Section):

@@ -5,12 +5,16 @@ from typing import Protocol
 
 from llmtrain.config.base import Problem
 from llmtrain.models.config import ModelConfig
-from llmtrain.objectives.section import ObjectiveSection
-from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.training import TrainConfig
 
 KEY = "train.parallel.pipeline"
+_VIRTUAL = "train.parallel.virtual_stages"
+_ZERO_BUBBLE = (
+    "cannot run: it divides a backward pass at the nodes of autograd's graph, of which a compiled layer is one (pytorch issue "
+    "161904), and FSDP2 sums gradients in hooks that the divided pass leaves out (144530); use 1f1b, and for a shorter bubble "
+    f"{_VIRTUAL}: 2 or more microbatches"
+)
 
 
 class _Config(Protocol):
@@ -19,10 +23,6 @@ class _Config(Protocol):
     @property
     def model(self) -> ModelConfig: ...
     @property
-    def adapt(self) -> AdaptConfig | None: ...
-    @property
-    def objective(self) -> ObjectiveSection: ...
-    @property
     def train(self) -> TrainConfig: ...
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -30,19 +30,23 @@ class _Config(Protocol):
 
 def pipeline_problems(config: _Config) -> Iterator[Problem]:
     """Problems on any number of ranks."""
-    train, stages = config.train, config.train.parallel.pipeline
+    train, stages, virtual = config.train, config.train.parallel.pipeline, config.train.parallel.virtual_stages
+    if train.parallel.schedule == "zero_bubble":
+        yield Problem("train.parallel.schedule", "zero_bubble", _ZERO_BUBBLE)
     if stages == 1:
+        if virtual > 1:
+            yield Problem(_VIRTUAL, virtual, f"has no effect with {KEY}: 1; use 1, or more stages")
         return
     layers = len(config.model.layer_list())
     if stages > layers:
         yield Problem(KEY, stages, f"makes more stages than the model has layers ({layers}); use at most {layers}")
+    elif stages * virtual > layers:
+        text = f"makes {stages * virtual} parts of {layers} layers; use at most {layers // stages} with {KEY}: {stages}"
+        yield Problem(_VIRTUAL, virtual, text)
     shard_size = train.sharding.shard_size
     if shard_size is not None and shard_size % train.parallel.of_stage:
         text = f"must be a multiple of the {train.parallel.of_stage} ranks of a stage that read the same samples"
         yield Problem("train.sharding.shard_size", shard_size, text)
-    if config.objective.pipeline_refusal is not None:
-        text = f"{config.objective.pipeline_refusal}; use another, or {KEY}: 1"
-        yield Problem("objective.type", config.objective.type_name, text)
     for name, mlp in config.model.experts().items():
         if mlp.balance.weight > 0 and mlp.balance.over == "model":
             text = f"counts the layers of all stages together; use layer, or {KEY}: 1"
@@ -53,7 +57,6 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
             )
             yield Problem(f"model.blocks.{name}.mlp.balance.tokens", "step", text)
     refused = {
-        "adapt": (config.adapt is not None, "adapters are of whole models; leave it out"),
         "train.microbatch_size": (
             train.microbatch_size == "auto",
             "is tried on whole models, and the size decides how much of a pipeline is idle; use a number",
@@ -86,3 +89,19 @@ def microbatch_problems(train: TrainConfig, groups: int) -> Iterator[Problem]:
             f"use at least {groups * train.least_microbatch * stages}, a smaller train.microbatch_size, or fewer stages"
         )
         yield Problem("train.global_batch_size", train.global_batch_size, text)
+    elif stages > 1 and train.parallel.virtual_stages > 1 and count % rounds(stages, count):
+        fitting = [n for n in range(stages, 2 * count) if n % rounds(stages, n) == 0]
+        fewer, more = (
+            groups * train.least_microbatch * n
+            for n in (max(n for n in fitting if n < count), min(n for n in fitting if n > count))
+        )
+        text = (
+            f"gives each of {groups} pipelines {count} microbatches, which an interleaved schedule cannot divide into "
+            f"{rounds(stages, count)} equal rounds; use {fewer} or {more}, or {_VIRTUAL}: 1"
+        )
+        yield Problem("train.global_batch_size", train.global_batch_size, text)
+
+
+def rounds(stages: int, microbatches: int) -> int:
+    """Rounds of an interleaved schedule, of which each has as many microbatches, at least one per stage where there are so many."""
+    return max(1, microbatches // stages)

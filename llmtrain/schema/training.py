@@ -63,14 +63,16 @@ class ActivationCheckpointing(Section):
 
     def problems(self) -> Iterator[Problem]:
         if (self.type == "budget") != (self.fraction is not None):
-            yield Problem("fraction", self.fraction, "must be given with type: budget, and only then")
+            yield self.problem_at("fraction", "must be given with type: budget, and only then")
         if (self.type == "every_k") != (self.k is not None):
-            yield Problem("k", self.k, "must be given with type: every_k, and only then")
+            yield self.problem_at("k", "must be given with type: every_k, and only then")
         if self.offload and self.type not in ("full", "every_k", "kernels"):
-            yield Problem("offload", True, "is of the inputs of recomputed layers; use type: full, every_k or kernels")
+            yield self.problem_at(
+                "offload", "is of the inputs of recomputed layers; use type: full, every_k or kernels"
+            )
         if self.mlp_tokens is not None and self.type not in ("none", "full", "every_k", "kernels"):
             text = f"computes again what type: {self.type} may keep; use none, full, every_k or kernels, or null"
-            yield Problem("mlp_tokens", self.mlp_tokens, text)
+            yield self.problem_at("mlp_tokens", text)
 
 
 class Sharding(Section):
@@ -91,7 +93,7 @@ class Sharding(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.shard_size is not None and self.strategy != "hybrid":
-            yield Problem("shard_size", self.shard_size, "has no effect unless strategy: hybrid")
+            yield self.problem_at("shard_size", "has no effect unless strategy: hybrid")
 
 
 class Parallel(Section):
@@ -110,6 +112,12 @@ class Parallel(Section):
     """Pipeline parallelism: so many stages, equal parts of the ranks one after the other, hold consecutive layers of about the same
     FLOPs each, and hand the activations of microbatches on (1F1B, arXiv:2104.04473). Ranks of a stage share sequences and layers as
     above, and are data-parallel otherwise. Results are those of one rank."""
+    virtual_stages: PositiveInt = free(1)
+    """Parts of the model that each of the pipeline's stages holds (interleaved 1F1B, arXiv:2104.04473): of N stages with V of them,
+    stage i has the parts i, N + i, 2 N + i, ... of N V. A stage waits a V-th of the time for others, activations are handed on V
+    times as often, and more of them are kept."""
+    schedule: Literal["1f1b", "zero_bubble"] = free("1f1b")
+    """Order of a pipeline's forward and backward passes. zero_bubble is refused: see docs/parallelism.md."""
     async_tensor: Literal["auto", "on", "off"] = free("auto")
     """Compute the exchanges of tensor-parallel ranks piecewise beside the matrix products that they feed or follow, through
     PyTorch's symmetric memory. auto: where layers are compiled, on NVIDIA GPUs of one node that read each other's memory; a line
@@ -117,7 +125,7 @@ class Parallel(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.async_tensor == "on" and self.tensor == 1:
-            yield Problem("async_tensor", "on", "has no effect with tensor: 1; use auto")
+            yield self.problem_at("async_tensor", "has no effect with tensor: 1; use auto")
 
     @property
     def ranks(self) -> int:
@@ -274,21 +282,19 @@ class TrainConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
-            yield Problem("precision", self.precision, "must be amp_bf16 for train.float8")
+            yield self.problem_at("precision", "must be amp_bf16 for train.float8")
         if self.sharding.reduce_dtype == "bf16" and self.precision != "amp_bf16":
-            yield Problem("precision", self.precision, "must be amp_bf16 for train.sharding.reduce_dtype: bf16")
+            yield self.problem_at("precision", "must be amp_bf16 for train.sharding.reduce_dtype: bf16")
         if self.activation_checkpointing.type == "budget" and self.compile == "off":
-            yield Problem(
-                "activation_checkpointing.type", "budget", "is the compiler's; it needs train.compile: auto or on"
+            yield self.problem_at(
+                "activation_checkpointing.type", "is the compiler's; it needs train.compile: auto or on"
             )
         if self.parallel.async_tensor == "on" and self.compile == "off":
-            yield Problem("parallel.async_tensor", "on", "is the compiler's; it needs train.compile: auto or on")
+            yield self.problem_at("parallel.async_tensor", "is the compiler's; it needs train.compile: auto or on")
         if self.duration.unit == "fraction" or self.duration.value <= 0:
-            yield Problem("duration", str(self.duration), "must be a positive number of steps, tokens or epochs")
+            yield self.problem_at("duration", "must be a positive number of steps, tokens or epochs")
         if self.microbatch_size != "auto" and self.global_batch_size % self.microbatch_size:
-            yield Problem(
-                "microbatch_size", self.microbatch_size, f"must divide global_batch_size ({self.global_batch_size})"
-            )
+            yield self.problem_at("microbatch_size", f"must divide global_batch_size ({self.global_batch_size})")
 
 
 class ScheduleConfig(Section):
@@ -307,11 +313,9 @@ class ScheduleConfig(Section):
         if (self.type == "wsd") != (self.decay is not None):
             yield Problem("decay", self.decay and str(self.decay), "must be given with type: wsd, and only then")
         if self.type in ("constant", "inverse_sqrt") and self.final_lr_fraction is not None:
-            yield Problem("final_lr_fraction", self.final_lr_fraction, f"has no effect with type: {self.type}")
+            yield self.problem_at("final_lr_fraction", f"has no effect with type: {self.type}")
         if self.type == "inverse_sqrt" and self.warmup.value == 0:
-            yield Problem(
-                "warmup", str(self.warmup), "inverse_sqrt needs a warmup: the rate is lr * sqrt(warmup / step)"
-            )
+            yield self.problem_at("warmup", "inverse_sqrt needs a warmup: the rate is lr * sqrt(warmup / step)")
 
 
 class CheckpointConfig(Section):
@@ -338,13 +342,13 @@ class CheckpointConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.interval.value <= 0:
-            yield Problem("interval", str(self.interval), "must be positive")
+            yield self.problem_at("interval", "must be positive")
         if self.keep_every is not None and self.keep_every.value <= 0:
-            yield Problem("keep_every", str(self.keep_every), "must be positive")
+            yield self.problem_at("keep_every", "must be positive")
         if self.keep_every is not None and self.keep_last is None:
-            yield Problem("keep_every", str(self.keep_every), "has no effect with keep_last: null, which keeps all")
+            yield self.problem_at("keep_every", "has no effect with keep_last: null, which keeps all")
         if self.remote is not None and (problem := address_problem(self.remote)):
-            yield Problem("remote", self.remote, problem)
+            yield self.problem_at("remote", problem)
 
 
 class LoggingConfig(Section):

@@ -50,12 +50,12 @@ class Answer:
 
 
 class CompletionForm:
-    """Responses of /v1/completions. top: None without log-likelihoods."""
+    """Responses of /v1/completions. top: None without log-likelihoods. as_ids: tokens are named by their ids."""
 
     name, prefix, object, chunk_object = "completion", "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: TextTokenizer, top: int | None):
-        self.tokenizer, self.top = tokenizer, top
+    def __init__(self, tokenizer: TextTokenizer, top: int | None, as_ids: bool = False):
+        self.tokenizer, self.top, self.as_ids = tokenizer, top, as_ids
 
     def choice(
         self, number: int, text: str, tokens: Sequence[Token], end: str | None, offset: int = 0
@@ -77,7 +77,7 @@ class CompletionForm:
         # Several tokens may have one text, that of half a character: the likeliest of them stands.
         tops = [{self.tokenizer.decode([id]): value for id, value in reversed(token.top)} for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [f"token_id:{token.id}" for token in tokens] if self.as_ids else texts,
             "token_logprobs": [token.log_likelihood for token in tokens],
             "top_logprobs": tops if self.top else None,
             "text_offset": offsets,

@@ -16,8 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from llmtrain.data.chat.asking import ChatPrompts
-from llmtrain.data.chat.template import ChatError, ChatTemplate
+from llmtrain.data.chat.template import ChatError, ChatPrompts, ChatTemplate
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.generate.engine import Engine, Request
@@ -160,7 +159,9 @@ class Server:
 
         prompts = await self.loop.run_in_executor(None, encoded)
         new = body.max_tokens or OPENAI_MAX_TOKENS
-        return await self._answer(request, body, CompletionForm(self.tokenizer, body.top), prompts, new)
+        return await self._answer(
+            request, body, CompletionForm(self.tokenizer, body.top, body.return_tokens_as_token_ids), prompts, new
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body: ChatBody = self._admit(read_body(ChatBody, await request.read()))

@@ -95,6 +95,8 @@ class CompletionBody(Body):
     prompt: Any
     """A text, a list of texts, token ids, or a list of lists of them."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: tokens of log-probabilities are named `token_id:N` rather than by their texts."""
 
     @property
     def top(self) -> int | None:

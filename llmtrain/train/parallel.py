@@ -34,7 +34,7 @@ from llmtrain.models.layer_part import parts_of
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import TensorRanks
-from llmtrain.plan.stages import stage_bounds
+from llmtrain.plan.stages import stage_spans
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.training import ActivationCheckpointing, TrainConfig
 from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
@@ -66,7 +66,8 @@ def parallelize(
     mesh = device_mesh(config, world, device)
     sharding, of_experts = fsdp_mesh(mesh), expert_mesh(mesh, config.parallel.expert)
     ranks, segments = tensor_ranks_of(mesh), segments_of(mesh)
-    bounds = stage_bounds(model.hybrid, seq_len or model.config.max_seq_len, world.pipeline)
+    length, virtual = seq_len or model.config.max_seq_len, config.parallel.virtual_stages
+    spans = stage_spans(model.hybrid, length, world.pipeline, virtual)
     if ranks is not None:
         model.hybrid.split(ranks)
         ranks.overlapped = overlap_products(ranks, config, world, model.hybrid.platform)
@@ -78,7 +79,7 @@ def parallelize(
     for converter in changes:
         converter.convert(model.hybrid, model.hybrid.platform)
     if isinstance(model, StagedLM):
-        model.begin(mesh, bounds)
+        model.begin(mesh, spans)
     if segments is not None:
         model.hybrid.enable_segments()
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)

@@ -8,6 +8,7 @@ it began with.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.config.output_folder import replace_file
+from llmtrain.config.regular_file import require_regular
 from llmtrain.data.loader.loaders import TrainLoader, ValidationLoader
 from llmtrain.data.loader.token_samples import TokenSamples
 from llmtrain.distributed.world import World
@@ -88,16 +90,17 @@ def reference_key(training: Training, samples: TokenSamples) -> str:
 def read_reference(path: Path, key: str, samples: int) -> NDArray[np.float32] | None:
     """The values of a file, [samples, answers]; None where there is none, or of other weights or samples. Raises CheckpointError
     for a file that is damaged."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
+        require_regular(path)
         with safe_open(path, framework="np") as file:
             about, values = file.metadata() or {}, file.get_tensor(_NAME)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; remove it, and it is made again") from None
     if about.get("key") != key or len(values) != samples:
         return None
-    if about.get("xxh3") != xxhash.xxh3_64_hexdigest(values.tobytes()):
+    if values.dtype != np.float32 or about.get("xxh3") != xxhash.xxh3_64_hexdigest(values.tobytes()):
         raise CheckpointError(f"{path} is damaged: its content is not what it was; remove it, and it is made again")
     return values
 

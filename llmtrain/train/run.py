@@ -11,13 +11,14 @@ import torch
 
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.config.base import Duration
-from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.loader.mixture import mixture_problems, mixture_report
+from llmtrain.data.shards.checks import require_records
 from llmtrain.distributed.world import initialize, world_from_environment
 from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.objectives.policy.objective import Policy
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.start import start_phase
@@ -141,7 +142,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *layer_parts(model, stability),
                 stability,
                 *([training.average] if training.average is not None else []),
-                Throughput(training.cost),
+                Throughput(training.cost, mfu=not isinstance(training.objective, Policy)),
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it

@@ -139,7 +139,7 @@ class Step:
         labels, *further = self.arrivals.summed(*map(sum, zip(*(part["step_counts"] for part in parts), strict=True)))
         mean = max(labels, 1) / dist.get_world_size()
         for part in parts:
-            part["step_counts"] = (labels, *further)
+            part["step_counts"] = tuple(count // self.copies for count in (labels, *further))
         if self.objective.has_step_sums:
             self._add_step_sums(parts)
         if self.model.hybrid.losses is not None:

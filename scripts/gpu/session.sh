@@ -4,7 +4,7 @@
 #     scripts/gpu/session.sh PART [OUT] [more arguments for the part's programs]
 #
 # PART: checkpoint-x2 | parallel-x2 | tests | evaluation | tune | kernels | grid | steps |
-#   decoding | serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight
+#   decoding | serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight | stages
 # OUT (default: $OUT, else session/) gets PART.txt (each program, its exit status and seconds), PART.log (all output) and
 # PART.tar.gz (results), packed anew after each program. A program that fails or runs too long does not stop the others.
 # WORK (default: runs/session/PART) has what the programs write. LIMIT: seconds for all of it (default 570); a program gets what is
@@ -17,6 +17,7 @@
 # ended. llama-x2 wants TORCHTITAN, as eight does.
 # eight measures on all GPUs of the machine by benchmarks many_gpus, what there is time for (or some: eight OUT --only llama context);
 # the same call again goes on. It wants PYTHON, an interpreter that has torchtitan, in TORCHTITAN.
+# stages goes on where an earlier call on the same machine ended: stages OUT mpt-7b llama3-8b zamba2-2.7b.
 # evaluation wants the tasks' JSONL files in icl/; it, kernels and steps the public packages in peers/. Wheels in .whl/ are installed first.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
@@ -24,10 +25,10 @@ cd "$(dirname "$0")/../.." || exit
 part=${1:-}
 case $part in
 checkpoint-x2 | parallel-x2 | tests | evaluation | tune | kernels | grid | steps | decoding) ;;
-serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight) ;;
+serving | loader | automatic | kept-x2 | llama-x2 | float8 | convergence | curves | reduction-x2 | compare | eight | stages) ;;
 *)
     echo "no part '$part'; there is checkpoint-x2, parallel-x2, tests, evaluation, tune, kernels, grid, steps," \
-        "decoding, serving, loader, automatic, kept-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight" >&2
+        "decoding, serving, loader, automatic, kept-x2, llama-x2, float8, convergence, curves, reduction-x2, compare, eight, stages" >&2
     exit 2
     ;;
 esac
@@ -275,6 +276,26 @@ reduction_x2() { # MPT-125M on two GPUs, gradients summed in fp32 and in bf16, a
 eight() { # [--only PART …] [--try]
     step eight "$limit" "$python" -m benchmarks many_gpus "$work" --gpus "$(nvidia-smi -L | wc -l)" --seconds $((limit - SECONDS - 25)) \
         ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} "$@"
+}
+
+stages() { # [MODEL ...]: pipeline stages beside FSDP2, on all GPUs of the machine
+    export TORCHINDUCTOR_COMPILE_THREADS=8 # the cores are shared by ranks; part of the key of what is compiled
+    local gpus model n parts mesh few
+    gpus=$(nvidia-smi -L | wc -l)
+    for model in "${@:-mpt-7b}"; do
+        case $model in
+        mpt-7b) few=('model.layers=attn*16') ;;
+        llama3-8b) few=('model.layers=attn*12' data.seq_len=4096) ;;
+        *) few=() ;;
+        esac
+        for mesh in '1 1' "$gpus 1" "$gpus 2" '2 1' '2 2'; do
+            read -r n parts <<<"$mesh"
+            [[ ! -f $work/$model-$n-$parts.json ]] &&
+                step "stages-$model-$n-$parts" 120 "$python" -m benchmarks parallel "yamls/pretrain/$model.yaml" "${few[@]}" \
+                    train.microbatch_size=1 train.global_batch_size=32 "train.parallel.pipeline=$n" "train.parallel.virtual_stages=$parts" \
+                    --nproc "$gpus" --steps 2 --warmup 1 --microbatches 8 16 32 --out "$work/$model-$n-$parts.json"
+        done
+    done
 }
 
 compare() { # [BASE [more arguments]]

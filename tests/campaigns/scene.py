@@ -42,6 +42,7 @@ class Reader:
 
 
 _CHECKPOINT = "run/checkpoints/step-00000004/**"
+_ADAPTED = "adapted/checkpoints/step-00000002/**"
 _SHARDS = ("data/train/*", "data/validation/*", "data/manifest.json")
 _HF = ("hf/*",)
 READERS = {
@@ -55,6 +56,24 @@ READERS = {
     "generate file": Reader(
         ["generate", "hf", "--file", "prompts.jsonl", "--max-new-tokens", "4"], (), ("prompts.jsonl", *_HF)
     ),
+    "generate chat": Reader(
+        ["generate", "run", "--chat", "--chat-template", "chat.jinja", "--prompt", "the", "--max-new-tokens", "4"],
+        (_CHECKPOINT,),
+        ("chat.jinja",),
+    ),
+    "generate adapter": Reader(
+        ["generate", "adapted", "--prompt", "the", "--max-new-tokens", "4"], (_ADAPTED, _CHECKPOINT)
+    ),
+    "generate with adapter": Reader(
+        ["generate", "hf", "--adapter", "adapter", "--prompt", "the", "--max-new-tokens", "4"], (), ("adapter/*",)
+    ),
+    "import adapter": Reader(["import", "adapter", "out", "--base", "base"], ("base/**",), ("adapter/*",)),
+    "export adapter": Reader(["export", "adapted", "out"], (_ADAPTED,)),
+    "train adapters": Reader(["train", "adapted.yaml"], (_ADAPTED, _CHECKPOINT), ("adapted.yaml",)),
+    "train pairs": Reader(["train", "preferred.yaml"], ("pairs/train/*", "preferred/reference/*"), ("preferred.yaml",)),
+    "show pairs": Reader(["data", "show", "pairs"], (), ("pairs/train/*", "pairs/manifest.json", "pairs/tokenizer/*")),
+    "prepare pairs": Reader(["prepare", "pairs.jsonl", "--vocab-size", "290", *FROM_TEXT], (), ("pairs.jsonl",)),
+    "cluster": Reader(["doctor", "--cluster", "--nproc", "2", "run.yaml"], (), ("run.yaml",)),
     "export": Reader(["export", "run", "out"], (_CHECKPOINT,)),
     "import": Reader(["import", "hf", "out"], (), _HF),
     "convert": Reader(["checkpoint", "convert", "--to", "hf", "run", "out"], (_CHECKPOINT,)),
@@ -130,6 +149,7 @@ def make(folder: Path, shards: Path) -> Path:
     _composer(settings["model"])
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in WORDS[:3]))
     Path("foundry.yaml").write_text(FULL)
+    Path("sweep.yaml").write_text("models: [not-here.yaml]\nsteps: 1\n")
     stored = {"checkpoint.remote": str(folder / "store"), "train.duration": "4 steps"}
     Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
     for argv in (
@@ -141,6 +161,7 @@ def make(folder: Path, shards: Path) -> Path:
     ):
         status, text = command(folder, argv)
         assert status == 0, text
+    _adapters_and_pairs(folder, changes)
     shutil.rmtree("stored")
     stored |= {"checkpoint.remote": "store", "train.duration": "6 steps"}
     Path("stored.yaml").write_text(json.dumps(tiny_settings(Path("data"), Path("stored"), changes | stored)))
@@ -153,6 +174,29 @@ def make(folder: Path, shards: Path) -> Path:
     for file in sorted((ROOT / "llmtrain/kernels/tables").glob("sm90.*")):
         shutil.copy(file, "tables/llmtrain/tuning")
     return folder
+
+
+def _adapters_and_pairs(folder: Path, changes: dict[str, Any]) -> None:
+    """A run of adapters on `run`, an adapter as peft writes it, and a preference run with its reference, each to go on."""
+    pairs = [{"prompt": WORDS[i % 9], "chosen": f" yes {WORDS[i % 5]}", "rejected": f" no {i}"} for i in range(200)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    made = [*READERS["prepare pairs"].argv[:-1], "pairs", "--validation-fraction", "0.1"]
+    started = {"init_from": {"path": "run"}, "adapt": {"lora": {"rank": 2, "alpha": 4.0, "targets": ["*.wqkv"]}}}
+    preference = {"objective": {"type": "preference", "loss": {"sigmoid": 1.0}}, "data.mask_documents": True}
+    for name, shards, settings in (("adapted", "data", started), ("preferred", "pairs", preference)):
+        for steps in (2, 3):
+            lasting = changes | settings | {"train.duration": f"{steps} steps", "schedule.warmup": "1 steps"}
+            Path(f"{name}.yaml").write_text(json.dumps(tiny_settings(Path(shards), Path(name), lasting)))
+            for argv in [made] * (name == "preferred" and steps == 2) + [["train", f"{name}.yaml"]] * (steps == 2):
+                status, text = command(folder, argv)
+                assert status == 0, text
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained("hf"), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained("adapter")
+    status, text = command(folder, ["import", "hf", "base"])
+    assert status == 0, text
 
 
 def _texts(folder: Path) -> None:

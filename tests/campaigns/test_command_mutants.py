@@ -1,4 +1,5 @@
-"""Commands with mistyped arguments: each is refused in words and writes nothing, or does what it does.
+"""Commands with mistyped arguments: each is refused in words and writes nothing, or does what it does. Half of the campaign's
+mutants are of YAMLs (tests/cli/test_check_mutants.py).
 
 `pytest -m campaign tests/campaigns`; LLMTRAIN_CAMPAIGN: number of mutants; LLMTRAIN_TEST_SEED: others.
 """
@@ -7,6 +8,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +19,24 @@ from llmtrain.cli import parser
 from tests.campaigns.expected import outcome
 from tests.campaigns.findings import Findings
 from tests.campaigns.scene import READERS, command
+from tests.cli.test_check_mutants import check_mutants
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "40"))
-COUNT = int(os.environ.get("LLMTRAIN_CAMPAIGN", "500"))
+COUNT = int(os.environ.get("LLMTRAIN_CAMPAIGN", "3000"))
 COMMANDS = {
     **{name: reader.argv for name, reader in READERS.items()},
     "mfu": ["mfu", "--params", "7e9", "--batch", "8", "--seq-len", "64", "--step-time", "1", "--gpu", "h200"],
     "plot": ["plot", "run", "--out", "out.png"],
     "schema": ["schema"],
     "launchers": ["launchers", "out"],
+    "serve": ["serve", "run", "--port", "0", "--rows", "2", "--chat-template", "chat.jinja"],
+    "bench serve": ["bench", "serve", "http://127.0.0.1:1/v1", "--requests", "4", "--users", "1", "--out", "out"],
+    "bench train": ["bench", "train", "sweep.yaml", "--out", "out"],
+    "bench tune": ["bench", "tune", "--operation", "norm", "--shape", "d_model=64", "--dry-run"],
+    "bench kernels": ["bench", "kernels", "--only", "norm", "--quick", "--out", "out"],
 }
+SERVED = 15.0
+"""Seconds after which a server is sent SIGTERM."""
 WILD = [
     *[
         "-1",
@@ -85,12 +95,20 @@ LEFT_OUT = ("--help", "--overwrite", "--force", "--nproc", "--workers", "--versi
 """Options that end a command, that ask for another's files to be replaced, or for as many processes as they say."""
 
 
+def verbs_below(at: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return next((one.choices for one in at._actions if isinstance(one, argparse._SubParsersAction)), {})
+
+
+def leaves(at: argparse.ArgumentParser) -> list[list[str]]:
+    """The words of each command that has no commands below it."""
+    return [[word, *rest] for word, below in verbs_below(at).items() for rest in leaves(below) or [[]]]
+
+
 def options(argv: list[str]) -> list[str]:
     """Options of a command."""
     at = parser()
     for word in argv:
-        below = next((one.choices for one in at._actions if isinstance(one, argparse._SubParsersAction)), {})
-        at = below.get(word, at)
+        at = verbs_below(at).get(word, at)
     return [name for one in at._actions for name in one.option_strings if name not in LEFT_OUT and len(name) > 2]
 
 
@@ -148,7 +166,7 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
         argv = list(COMMANDS[list(COMMANDS)[number % len(COMMANDS)]])
         kind = rng.choice(list(CHANGES))
         mutant = CHANGES[kind](argv, rng.randrange(len(argv)), rng)
-        status, text = command(place, mutant)
+        status, text = command(place, mutant, stop=(SERVED, signal.SIGTERM) if "serve" in mutant else None)
         after = outcome(place)
         differing = {name for name, _ in before.items() ^ after.items()}
         # An empty file that was locked stays: another process may wait for it by now.
@@ -161,12 +179,15 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
     return found.passed()
 
 
-@pytest.mark.ci
-def test_a_few_mistyped_commands_are_refused_or_done(scene, tmp_path):
-    draw(scene, tmp_path / "copy", 20)
+def test_every_command_has_mutants():
+    verbs = {" ".join(argv) for argv in leaves(parser())}
+    tried = {verb for verb in verbs for argv in COMMANDS.values() if argv[: verb.count(" ") + 1] == verb.split()}
+    assert verbs == tried
 
 
 @pytest.mark.campaign
-def test_mistyped_commands_are_refused_or_done(scene, tmp_path):
-    found = draw(scene, tmp_path / "copy", COUNT)
-    assert found["refused"] > COUNT // 3, "the mutants are no mistakes"
+def test_mistyped_commands_and_yamls_are_refused_or_done(scene, tmp_path, monkeypatch):
+    found = draw(scene, tmp_path / "copy", COUNT // 2)
+    assert found["refused"] > COUNT // 6, "the mutants are no mistakes"
+    monkeypatch.chdir(tmp_path)
+    check_mutants(COUNT - COUNT // 2, tmp_path, SEED)

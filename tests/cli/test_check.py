@@ -312,6 +312,22 @@ def test_interpolations_that_would_exhaust_the_machine_are_refused_at_once(check
     assert status == 2 and "the interpolations make more than 10000 values" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    {
+        "as a text": "c: '\\${b12}${b12}'\n",
+        "by a name that is computed": "n: b12\nc: '${${n}}'\n",
+        "through a resolver": "c: '${oc.decode:${b12}}'\n",
+    }.items(),
+)
+def test_references_are_followed_once_wherever_they_stand(check, kind, last):
+    lines = "".join(f"b{i}: '${{b{i - 1}}}${{b{i - 1}}}'\n" for i in range(1, 13))
+    start = time.process_time()
+    status, text = check(GOOD + "b0: x\n" + lines + last)
+    assert time.process_time() - start < 2, kind
+    assert status == 2 and "interpolations" not in text and "cannot be resolved" not in text
+
+
 def test_an_override_of_an_alias_leaves_the_other_uses_alone(check):
     text = GOOD.replace("m: {type", "m: &m {type").replace("  layers: m*2 (m a)*2", "    n: *m\n  layers: m n a")
     status, report = check(text, "model.blocks.n.head_dim=48")

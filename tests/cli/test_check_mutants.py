@@ -1,4 +1,4 @@
-"""Mutants of every shipped YAML: whatever is wrong with a file, `llmtrain check` says so, at once and by name.
+"""Mutants of every kind of YAML that a command reads: each gets an answer at once, and a refusal names its place.
 
 LLMTRAIN_FUZZ_SEED chooses other mutants. All 10,000 take minutes: `pytest -m slow tests/cli/test_check_mutants.py`.
 """
@@ -8,20 +8,25 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmtrain.bench.train.sweep import load_sweep
 from llmtrain.commands.check import summary
 from llmtrain.commands.checks import load_runnable
 from llmtrain.config.report import ConfigError
+from llmtrain.convert.foundry.migrate import migrate
 from llmtrain.errors import UserError
 from llmtrain.eval.lm_eval.index import index_of
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.load import read_section
+from llmtrain.kernels.tuning_table import load
+from tests.support.foundry import FULL
 from tests.support.mutants import Mutant, mutant
 
 ROOT = Path(__file__).parents[2]
@@ -38,15 +43,36 @@ def _check_eval(path: str, overrides: tuple[str, ...]) -> None:
     load_eval_run(path, overrides, needs_models=False)
 
 
-KINDS: dict[str, tuple[str, Callable[[str, tuple[str, ...]], Any]]] = {
-    "training": ("yamls/**/*.yaml", _check_training),
-    "eval": ("eval/*.yaml", _check_eval),
-    "tasks": ("eval/tasks/*.yaml", lambda path, _: read_section(path, TaskConfig)),
-    "gauntlets": ("eval/gauntlets/*.yaml", lambda path, _: load_gauntlet(path)),
+SWEEP = "models: [pretrain/mpt-125m, pretrain/mamba2-130m]\nseq_lens: [512]\nprecisions: [bf16, rowwise]\nsettings: [seed=1]\n"
+
+
+def _texts(pattern: str) -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Good files of a kind, the reader, and how often it is drawn."""
+
+    texts: list[str]
+    read: Callable[[str, tuple[str, ...]], Any]
+    weight: int = 1
+
+
+KINDS = {
+    "training": Kind(_texts("yamls/**/*.yaml"), _check_training, 6),
+    "eval": Kind(_texts("eval/*.yaml"), _check_eval),
+    "tasks": Kind(_texts("eval/tasks/*.yaml"), lambda path, _: read_section(path, TaskConfig), 2),
+    "gauntlets": Kind(_texts("eval/gauntlets/*.yaml"), lambda path, _: load_gauntlet(path)),
+    "sweeps": Kind([SWEEP], lambda path, _: load_sweep(path)),
+    "foundry": Kind([FULL], lambda path, _: migrate(path), 2),
+    "tuning": Kind(_texts("llmtrain/kernels/tables/*.yaml"), lambda path, _: load(Path(path), None, own=True)),
 }
 
 
-WHOLE_FILE = re.compile(r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters")
+WHOLE_FILE = re.compile(
+    r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters|row \d+|cannot read"
+)
 
 
 def names_its_place(error: UserError) -> bool:
@@ -61,7 +87,7 @@ def refuse_or_accept(kind: str, given: Mutant, file: Path) -> bool:
     file.write_text(given.text, encoding="utf-8", errors="surrogatepass")
     start = time.process_time()
     try:
-        KINDS[kind][1](str(file), given.overrides)
+        KINDS[kind].read(str(file), given.overrides)
         accepted = True
     except UserError as error:
         accepted = False
@@ -74,18 +100,14 @@ def refuse_or_accept(kind: str, given: Mutant, file: Path) -> bool:
     return accepted
 
 
-def check_mutants(count: int, folder: Path) -> None:
-    rng = random.Random(SEED)
-    texts = {
-        kind: [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
-        for kind, (pattern, _) in KINDS.items()
-    }
-    everything = [text for group in texts.values() for text in group]
+def check_mutants(count: int, folder: Path, seed: int = SEED) -> None:
+    rng = random.Random(seed)
+    everything = [text for kind in KINDS.values() for text in kind.texts]
     index_of()
     accepted = 0
     for _ in range(count):
-        kind = rng.choices(list(KINDS), weights=[6, 1, 2, 1])[0]
-        sources = [rng.choice(texts[kind]), *rng.sample(everything, 2)]
+        kind = rng.choices(list(KINDS), weights=[kind.weight for kind in KINDS.values()])[0]
+        sources = [rng.choice(KINDS[kind].texts), *rng.sample(everything, 2)]
         accepted += refuse_or_accept(kind, mutant(rng, sources), folder / "mutant.yaml")
     assert 0.02 * count < accepted < 0.5 * count, "the mutants are no test of the checks"
 

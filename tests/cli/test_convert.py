@@ -28,6 +28,7 @@ from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish
 from tests.support.project import LLMTRAIN, stop
 from tests.support.runs import read_tensors
+from tests.support.sharded import write
 
 TEXT = "the quick brown fox, toxic brew — and “ünïcode”\n\tfor 7 queens  "
 
@@ -161,7 +162,7 @@ def _save(shards: Path, root: Path) -> None:
     optimizer.step()
     model.init_weights(1)  # the step has rounded differently on two ranks
     written = config.model_dump(mode="json")
-    save_load.save(root, model, optimizer, step=3, tokens=0, config=written, clock={}, data={}, keep_last=None)
+    write(root, model, optimizer, 3, config=written)
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:

@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from llmtrain.cli import main
+from llmtrain.plan import meshes
 
 PRETRAIN = Path(__file__).parents[2] / "yamls" / "pretrain"
 
@@ -41,6 +43,8 @@ PUBLISHED = {
     "granite4-h-350m": 340_332_224,
     "bamba-9b": 9_780_235_392,
     "falcon-h1-0.5b": 521_411_104,
+    "apertus-8b": 8_053_338_176,
+    "zaya1-8b": 8_840_488_784,
 }
 
 
@@ -198,6 +202,21 @@ def test_a_run_on_many_nodes_is_predicted_and_drawn(capsys, tmp_path):
     assert points[32]["memory"] == found["memory_total"]
 
 
+def test_the_fastest_meshes_over_several_networks_are_found_and_drawn(capsys, tmp_path):
+    picture = tmp_path / "links.png"
+    given = ["pretrain/mpt-70b", "train.microbatch_size=1", "--nodes", "128", "--gpu", "h200"]
+    with patch.multiple(meshes, STAGES=(1, 16), TENSOR=(2,)):
+        found = facts(capsys, *given, "--link", "ndr,12.5,100", "--plot", str(picture))["links"]
+        main(["describe", *given, "--link", "12.5,400"])
+    assert picture.stat().st_size > 5000 and [one["link"] * 8 / 1e9 for one in found] == [12.5, 100, 400]
+    slow, _, fast = (
+        {name: one[name]["scale"]["tokens_per_second"] for name in ("without", "with_stages")} for one in found
+    )
+    assert slow["with_stages"] > 2 * slow["without"] and slow["without"] < fast["without"]
+    assert found[0]["with_stages"]["mesh"].startswith("pipeline = 16 x tensor = 2")
+    assert "Fastest meshes" in capsys.readouterr().out
+
+
 def test_ranks_that_divide_experts_gather_less_and_receive_tokens(capsys):
     """Of 16 layers each GPU gathers 8 of 64 experts and gets 7 / 8 of the rows of 8 experts per token, there and back, in bf16."""
     alone = facts(capsys, "pretrain/olmoe-1b-7b", "--world-size", "8", "--gpu", "h200")
@@ -244,6 +263,7 @@ def test_a_description_has_one_time_of_a_step_on_every_mesh(more, least, capsys)
         (["--link", "fast", "--gpu", "h200"], "--link is of the prediction for --nodes N"),
         (["--gpus-per-node", "0"], "--gpus-per-node is of the prediction for --nodes N"),
         (["--nodes", "2", "--gpu", "h200", "--link", "fast"], "--link takes Gbit/s per GPU"),
+        (["--nodes", "2", "--gpu", "h200", "--link", "100,,ndr"], "--link takes Gbit/s per GPU"),
         (["--nodes", "2", "--gpu", "h200", "--node-link", "inf"], "above 0, and finite"),
         (["--nodes", "2", "--gpu", "h200", "--gpus-per-node", "0"], "above 0, and finite"),
         (["--plot", "x.pdf", "--nodes", "2", "--gpu", "h200"], "--plot x.pdf: expected the name of a .png or .svg"),

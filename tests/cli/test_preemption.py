@@ -58,7 +58,7 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
 def test_ctrl_c_saves_and_ends_with_130(project, arguments):
     """A terminal sends it to every process of the command: the launcher, the ranks, and the workers that read data."""
     project.write(ENDLESS)
-    process = project.start([*LLMTRAIN, "train", "run.yaml", *arguments], start_new_session=True)
+    process = project.start_warm("train", "run.yaml", *arguments, own_session=True)
     try:
         wait_for(lambda: steps(project) > 3)
         os.killpg(process.pid, signal.SIGINT)
@@ -150,7 +150,7 @@ def environment(pid: int) -> bytes:
 
 def test_a_run_whose_folder_is_renamed_reports_it_and_saves_nothing_under_the_old_name(project):
     project.write(ENDLESS | {"checkpoint.interval": "4 steps"})
-    process = project.start([*LLMTRAIN, "train", "run.yaml"])
+    process = project.start_warm("train", "run.yaml")
     renamed = project.folder / "renamed"
     try:
         wait_for(lambda: (project.run_dir / "checkpoints" / "step-00000004").exists())

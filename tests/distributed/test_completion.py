@@ -17,7 +17,7 @@ from tests.support.chats import prepare_chats
 from tests.support.runs import train
 from tests.support.tiny import GLOBAL_BATCH, tiny_config
 
-SEQ_LEN, STEPS = 64, 20
+SEQ_LEN, STEPS = 64, 10
 
 
 def config_of(shards: Path, run_dir: Path, **changes: Any) -> Config:

@@ -58,7 +58,8 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
             4,
             {
                 "train.microbatch_size": 2,
-                "train.parallel.pipeline": 2,
+                "train.parallel": {"pipeline": 2, "virtual_stages": 2},
+                "model.layers": "m (s+m)*3",
                 "eval.prompt": "a",
                 "eval.samples": {"prompts": ["b"]},
             },

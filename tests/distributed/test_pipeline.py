@@ -3,11 +3,21 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.test_context_parallel import MODELS, SHORT, SLOW, assert_exact, assert_same_run
+from tests.distributed.test_context_parallel import (
+    ATTENTION,
+    MAMBA,
+    MODELS,
+    SHARED,
+    SHORT,
+    SLOW,
+    assert_exact,
+    assert_same_run,
+)
 from tests.support.runs import Run, read_tensors, train
 from tests.support.shared_sequences import Case, random_case
 from tests.support.tiny import BLOCKS, tiny_config
@@ -20,7 +30,40 @@ SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 def test_every_kind_of_layer_has_the_loss_and_gradients_of_one_rank(ranks, size):
     """Documents; tied embeddings, shared blocks that two stages use, and as many microbatches as stages or more."""
     mesh = {"parallel": {"pipeline": 2}, "sharding": {"strategy": "full"}}
-    assert_exact(ranks, size, [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())])
+    cases = [Case(model, 29, 2 + i % 2, 0.1, mesh) for i, model in enumerate(MODELS.values())]
+    assert_exact(ranks, size, cases)
+
+
+IN_TURN = {"parallel": {"pipeline": 2, "virtual_stages": 2}}
+NAMED: dict[str, tuple[str, int, int, float | str | None, dict[str, Any], dict[str, Any]]] = {
+    "one layer per stage, tied": ("a*4", 29, 4, None, {"parallel": {"pipeline": 4}}, {"tie_embeddings": True}),
+    "unequal layers": ("m a m m a m a", 29, 2, 0.1, {"parallel": {"pipeline": 2, "virtual_stages": 3}}, {}),
+    "one shared block, on the last part alone": ("m m m s+m", 21, 2, None, IN_TURN, {}),
+    "one shared block, on the first part alone": ("s+m m m m", 21, 4, 0.1, IN_TURN, {}),
+    "one shared block, on every part": ("(s+m)*4", 21, 4, 0.1, IN_TURN, {"tie_embeddings": False}),
+    "scaled embeddings": ("a s+m a m", 21, 2, None, IN_TURN, {"embedding_multiplier": 3.0, "logit_multiplier": 0.5}),
+    "borders everywhere": ("a m a m", 23, 2, "everywhere", {"parallel": IN_TURN["parallel"] | {"context": 2}}, {}),
+    "an odd length": ("a m a m", 17, 2, 0.3, {"parallel": IN_TURN["parallel"] | {"tensor": 2}}, {}),
+    "seven microbatches": ("a*8", 17, 7, None, {"parallel": {"pipeline": 4, "virtual_stages": 2}}, {}),
+    "replicas": ("a m a m", 17, 4, 0.3, IN_TURN | {"sharding": {"strategy": "hybrid", "shard_size": 1}}, {}),
+    "sums every microbatch": ("a m a m", 17, 4, 0.3, IN_TURN | {"sharding": {"sync_every_microbatch": True}}, {}),
+    "sums once": ("a m a m", 17, 6, 0.3, IN_TURN | {"sharding": {"sync_every_microbatch": False}}, {}),
+    "recomputed, grad_op": (
+        *("a s+m a m", 17, 4, 0.3),
+        *(IN_TURN | {"sharding": {"strategy": "grad_op"}, "activation_checkpointing": {"type": "full"}}, {}),
+    ),
+    "two tokens, learned positions": ("a s+m a m", 2, 2, None, IN_TURN, {"positions": "learned"}),
+}
+
+
+@pytest.mark.ci
+def test_named_cases_have_the_loss_and_gradients_of_one_rank(ranks):
+    blocks = {"a": ATTENTION | {"position": {"type": "rotary"}}, "m": MAMBA, "s": SHARED | {"n_shared": 1}}
+    cases = []
+    for layers, seq_len, samples, borders, train_settings, more in NAMED.values():
+        model = {"blocks": {name: one for name, one in blocks.items() if name in layers}, "layers": layers} | more
+        cases.append(Case(model, seq_len, samples, borders, {"sharding": {"strategy": "full"}} | train_settings))
+    assert_exact(ranks, 4, cases)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.ci)], ids=["few", "more"])
@@ -73,7 +116,8 @@ EXPERTS["router"] |= {"bias_rate": 1e-2}
 PARTS = {
     "experts": {
         "model.blocks": {"e": {"type": "attention", "n_heads": 2, "mlp": EXPERTS}, "m": BLOCKS["m"]},
-        "model.layers": "e m e",
+        "model.layers": "e m e m e m",
+        "train.parallel.virtual_stages": 2,
         "model.tie_embeddings": False,
     },
     "muon, averages and a guard": {
@@ -86,6 +130,12 @@ PARTS = {
         "train.loss": {"type": "chunked", "chunk_tokens": 24, "z_loss": 1e-4},
         "data.mask_documents": True,
     },
+    "adapters": {
+        "adapt": {"lora": {"rank": 2, "dora": True}},
+        "model.layers": "(s+m)*6",
+        "model.tie_embeddings": False,
+        "train.parallel.virtual_stages": 2,
+    },
     "8-bit states in host memory": {"optimizer": {"type": "adamw_8bit", "lr": 3e-3, "offload": True}},
 }
 
@@ -97,6 +147,8 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
     found = []
     for size in (1, 3):
         parallel = {"train.parallel.pipeline": size, "train.global_batch_size": 6}
+        if size == 1:
+            parallel["train.parallel.virtual_stages"] = 1
         config = tiny_config(shards, tmp_path / str(size), EIGHT | PARTS[kind] | parallel)
         run, folder = ranks(size).run(train, config)[0], Path(config.run_dir)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

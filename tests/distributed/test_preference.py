@@ -109,8 +109,17 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit_with_its_reference_and_wit
 
 
 @pytest.mark.ci
-def test_tensor_parallel_ranks_train_preferences(data: Path, tmp_path: Path, ranks):
-    [expected] = ranks(1).run(train, config(data, tmp_path / "one"))
-    found = ranks(2).run(train, config(data, tmp_path / "two", "sigmoid", **{"train.parallel": {"tensor": 2}}))[0]
+@pytest.mark.parametrize(
+    ("loss", "parallel"),
+    [
+        ("sigmoid", {"tensor": 2}),
+        ("kto", {"pipeline": 2}),
+        pytest.param("several", {"pipeline": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "stages", "stages of pairs"],
+)
+def test_ranks_that_share_layers_or_the_model_train_preferences(loss, parallel, data: Path, tmp_path: Path, ranks):
+    [expected] = ranks(1).run(train, config(data, tmp_path / "one", loss))
+    found = ranks(2).run(train, config(data, tmp_path / "two", loss, **{"train.parallel": parallel}))[0]
     for name in expected:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name

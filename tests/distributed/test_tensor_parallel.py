@@ -94,7 +94,7 @@ MESHES = [
 
 
 STAGES = [
-    (2, {"train.parallel.pipeline": 2}),
+    (2, {"train.parallel": {"pipeline": 2, "virtual_stages": 2}}),
     (4, {"train.parallel": {"pipeline": 2, "tensor": 2}}),
     (1, {}),
     (3, {"train.parallel.pipeline": 3}),
@@ -116,7 +116,7 @@ def test_a_checkpoint_keeps_every_bit_through_other_meshes_and_back(ranks, shard
     blocks = {
         "model.blocks.s": SHARED | {"n_kv_heads": 2, "adapter_rank": 5, "attn_adapter_rank": 3},
         "model.blocks.w": ATTENTION | {"n_kv_heads": 1, "qk_norm": "full", "qkv_bias": True, "out_bias": True},
-        "model.layers": "m s+m w",
+        "model.layers": "m s+m w m",
         "model.tie_embeddings": False,
     }
     folder, first = None, {}

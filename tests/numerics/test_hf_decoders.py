@@ -2,7 +2,6 @@
 back to the same bits."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -200,7 +199,24 @@ def helium(rng: random.Random) -> Options:
     return keys | {"head_dim": keys["hidden_size"] // keys["num_attention_heads"]}
 
 
+def apertus(rng: random.Random) -> Options:
+    keys = llama_keys(rng, attention_bias=rng.random() < 0.5)
+    return keys | {"hidden_act": rng.choice(["xielu", "xielu", "gelu", "relu2"])}
+
+
+def ministral(rng: random.Random) -> Options:
+    keys = llama_keys(rng, head_dim=rng.choice([4, 10]))
+    return keys | layer_types(rng, keys["num_hidden_layers"])
+
+
+def ernie4_5(rng: random.Random) -> Options:
+    return llama_keys(rng, head_dim=rng.choice([4, 10]), use_bias=rng.random() < 0.5)
+
+
 PEERS = {
+    "ministral": hf.Peer(ministral, transformers.MinistralConfig, transformers.MinistralForCausalLM),
+    "ernie4_5": hf.Peer(ernie4_5, transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
+    "apertus": hf.Peer(apertus, transformers.ApertusConfig, transformers.ApertusForCausalLM),
     "smollm3": hf.Peer(smollm3, transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "glm": hf.Peer(glm, transformers.GlmConfig, transformers.GlmForCausalLM),
     "glm4": hf.Peer(glm, transformers.Glm4Config, transformers.Glm4ForCausalLM),
@@ -222,23 +238,13 @@ PEERS = {
 }
 
 
-def cases(name: str) -> list[Any]:
-    return hf.cases(name, lambda rng, i: PEERS[name].draw(rng), PEERS[name].config)
+def case_of(name: str, number: int) -> hf.Case:
+    return hf.random_case(name, lambda rng, i: PEERS[name].draw(rng), PEERS[name].config, number)
 
 
-SPARED = ("qwen3_next", "olmo_hybrid", "smollm3", "glm", "glm4", "seed_oss", "helium")
-
-
-def every_case() -> Iterator[Any]:
-    """Two thirds of those of the slower classes, and of those that differ little from others, are slow tests."""
-    for name in PEERS:
-        for i, case in enumerate(cases(name)):
-            slow = name in SPARED and i % 3
-            yield pytest.param(name, *case.values, id=case.id, marks=[pytest.mark.slow] if slow else [])
-
-
-@pytest.mark.parametrize(("name", "case"), [*every_case()])
-def test_same_function_and_back(name, case):
+@hf.every_case(PEERS)
+def test_same_function_and_back(name, number):
+    case = case_of(name, number)
     peer = hf.random_peer(case, PEERS[name].model)
     ours, family = hf.ours_in_memory(peer), family_of_hf_config({"model_type": name})
     hf.assert_same_function(family, ours, peer, case)
@@ -248,7 +254,7 @@ def test_same_function_and_back(name, case):
 @pytest.mark.parametrize("name", PEERS)
 def test_through_folders(name, tmp_path):
     """save_pretrained -> ours -> a folder -> from_pretrained."""
-    (case,) = cases(name)[7].values
+    case = case_of(name, 7)
     peer = hf.random_peer(case, PEERS[name].model)
     ours, family = hf.ours_from_folder(peer, tmp_path / "theirs"), family_of_hf_config({"model_type": name})
     hf.assert_export_loads(family, ours, peer, case, tmp_path / "ours", OTHER)

@@ -14,7 +14,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import UnsupportedModelError, family_of_hf_config
 from tests.numerics import test_hf_decoders as decoders
 from tests.numerics import test_hf_hybrids as hybrids
-from tests.support import hf
+from tests.support import hf, ropes
 
 Options = dict[str, Any]
 OTHER = decoders.OTHER | hybrids.OTHER - {"num_experts_per_tok"} | {
@@ -205,7 +205,34 @@ def gpt_oss(rng: random.Random, i: int) -> Options:
     return keys | chosen(rng, "num_local_experts") | weighted(rng)
 
 
+def zaya(rng: random.Random, i: int) -> Options:
+    kv_heads, layers = rng.choice([1, 2, 3]), rng.randint(1, 4)
+    types = rng.choices(["hybrid", "hybrid_sliding"], k=layers)
+    drawn = {
+        kind: ropes.draw(rng, partial_rotary_factor=rng.choice([0.5, 1.0])) for kind in ("hybrid", "hybrid_sliding")
+    }
+    ropes_of = {kind: drawn[kind if kind in types else types[0]] for kind in drawn}
+    for rope in ropes_of.values():
+        rope.pop("truncate", None)
+    return decoders.llama_keys(
+        rng, num_key_value_heads=kv_heads, num_attention_heads=kv_heads * rng.choice([1, 2, 3])
+    ) | {
+        "num_hidden_layers": layers,
+        "head_dim": rng.choice([4, 8]),
+        "layer_types": types,
+        "sliding_window": rng.randint(1, 9) if "hybrid_sliding" in types else None,
+        "rope_parameters": ropes_of,
+        "attention_bias": rng.random() < 0.5,
+        "moe_intermediate_size": rng.choice([8, 12]),
+        "num_experts": rng.choice([1, 3, 5]),
+        "router_hidden_size": rng.choice([6, 10]),
+        "cca_time0": rng.choice([1, 2, 3]),
+        "cca_time1": rng.choice([1, 2, 3]),
+    }
+
+
 PEERS = {
+    "zaya": hf.Peer(zaya, transformers.ZayaConfig, transformers.ZayaForCausalLM),
     "deepseek_v2": hf.Peer(deepseek_v2, transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": hf.Peer(deepseek_v3, transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe": hf.Peer(glm4_moe, transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
@@ -222,13 +249,13 @@ PEERS = {
     ),
     "nemotron_h": hf.Peer(nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
 }
-UNPOOLED = ("dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear")
+UNPOOLED = ("zaya", "dots1", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear")
 POOLED = [name for name in PEERS if name not in UNPOOLED]
 """Classes with an auxiliary loss."""
 
 
-def cases(name: str) -> list[Any]:
-    return hf.cases(f"{name} experts", PEERS[name].draw, PEERS[name].config)
+def case_of(name: str, number: int) -> hf.Case:
+    return hf.random_case(f"{name} experts", PEERS[name].draw, PEERS[name].config, number)
 
 
 def random_peer(name: str, case: Any) -> Any:
@@ -236,22 +263,16 @@ def random_peer(name: str, case: Any) -> Any:
     peer = hf.random_peer(case, PEERS[name].model)
     with torch.no_grad():
         for buffer_name, buffer in peer.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith("balancing_biases"):
+                buffer[-1] = 0.0  # else no token would choose to meet no expert
+            if buffer_name.endswith(("e_score_correction_bias", "balancing_biases")):
                 buffer.add_(0.1 * torch.randn_like(buffer))
     return peer
 
 
-def every_case() -> list[Any]:
-    """One case in three; the others are slow tests."""
-    return [
-        pytest.param(name, *case.values, id=case.id, marks=[pytest.mark.slow] if i % 3 else [])
-        for name in PEERS
-        for i, case in enumerate(cases(name))
-    ]
-
-
-@pytest.mark.parametrize(("name", "case"), every_case())
-def test_same_function_and_back(name, case):
+@hf.every_case(PEERS)
+def test_same_function_and_back(name, number):
+    case = case_of(name, number)
     peer = random_peer(name, case)
     ours, family = hf.ours_in_memory(peer), family_of_hf_config({"model_type": name})
     hf.assert_same_function(family, ours, peer, case)
@@ -261,8 +282,11 @@ def test_same_function_and_back(name, case):
 @pytest.mark.parametrize("name", PEERS)
 def test_through_folders(name, tmp_path):
     """save_pretrained -> ours -> a folder -> from_pretrained."""
-    (case,) = cases(name)[7].values
+    case = case_of(name, 7)
     peer = random_peer(name, case)
+    for buffer_name, buffer in peer.named_buffers():
+        if buffer_name.endswith("balancing_biases"):
+            buffer[-1] = -1.0  # which from_pretrained makes it, whatever the file holds
     ours, family = hf.ours_from_folder(peer, tmp_path / "theirs"), family_of_hf_config({"model_type": name})
     hf.assert_export_loads(family, ours, peer, case, tmp_path / "ours", OTHER)
 
@@ -270,7 +294,7 @@ def test_through_folders(name, tmp_path):
 @pytest.mark.parametrize("number", [0, 1, 2, 9, 20])
 @pytest.mark.parametrize("name", POOLED)
 def test_same_auxiliary_loss_and_its_gradients(name, number):
-    (case,) = cases(name)[number].values
+    case = case_of(name, number)
     peer = random_peer(name, case)
     ours, tokens = hf.ours_in_memory(peer), hf.tokens_of(case, 19)
     found = CausalLM(ours).loss(tokens, tokens)
@@ -312,7 +336,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
 def test_rejects_options_that_are_not_here_by_name(name, changes, reason):
-    (case,) = cases(name)[0].values
+    case = case_of(name, 0)
     published = hf.published_config(case.config)
     if "hybrid_override_pattern" in changes:
         published.pop("layers_block_type", None)

@@ -13,18 +13,13 @@ from llmtrain.kernels import platform
 from llmtrain.models.hf.family import UnsupportedModelError
 from llmtrain.models.hf.load import load_hf
 from tests.support import hf
-from tests.support.hf_families import LLAMA, MAMBA2, MPT, NEMOTRON_H, PEERS, ZAMBA2, Peer, unties_shared_blocks
+from tests.support.hf_families import MAMBA2, MPT, NEMOTRON_H, PEERS, ZAMBA2, unties_shared_blocks
 
 
-def every(*peers: Peer, first: int = hf.CASES) -> pytest.MarkDecorator:
-    """(peer, case) of the first cases of these classes."""
-    return pytest.mark.parametrize(
-        "peer, case", [pytest.param(peer, *one.values, id=one.id) for peer in peers for one in peer.cases()[:first]]
-    )
-
-
-@every(*PEERS.values())
-def test_same_function_and_back(peer, case):
+@hf.every_case(PEERS)
+def test_same_function_and_back(name, number):
+    peer = PEERS[name]
+    case = peer.case(number)
     theirs = peer.made(case)
     ours = hf.ours_in_memory(theirs)
     hf.assert_same_function(peer.family, ours, theirs, case)
@@ -35,12 +30,11 @@ def test_same_function_and_back(peer, case):
         hf.assert_back_is_equal(peer.family, ours, theirs, case, peer.other)
 
 
-@pytest.mark.parametrize(
-    "peer, case",
-    [pytest.param(peer, *one.values, id=one.id) for peer in PEERS.values() for one in peer.cases(*peer.folders)],
-)
-def test_through_folders(peer, case, tmp_path):
+@pytest.mark.parametrize("name, number", [(name, number) for name in PEERS for number in PEERS[name].folders])
+def test_through_folders(name, number, tmp_path):
     """save_pretrained -> ours -> a folder -> from_pretrained, by the names of the files."""
+    peer = PEERS[name]
+    case = peer.case(number)
     theirs = saved = peer.made(case)
     if peer is ZAMBA2:
         # save_pretrained takes only those blocks for tied that the class ties: elsewhere it saves equal copies.
@@ -53,23 +47,29 @@ def test_through_folders(peer, case, tmp_path):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@every(LLAMA, MPT, first=6)
-def test_padding(peer, case, side):
+@hf.every_case(["llama", "mpt"], range(6))
+def test_padding(name, number, side):
+    peer = PEERS[name]
+    case = peer.case(number)
     theirs = peer.made(case)
     assert hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, side) < hf.TOLERANCE
 
 
-@every(MAMBA2, ZAMBA2, first=8)
-def test_padding_on_the_right_of_scans(peer, case):
+@hf.every_case(["mamba2", "zamba2"], range(8))
+def test_padding_on_the_right_of_scans(name, number):
+    peer = PEERS[name]
+    case = peer.case(number)
     theirs = peer.made(case)
     assert hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, "right") < hf.TOLERANCE
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@every(MAMBA2, ZAMBA2, first=6)
-def test_padding_on_the_left_of_scans(peer, case, biased):
+@hf.every_case(["mamba2", "zamba2"], range(6))
+def test_padding_on_the_left_of_scans(name, number, biased):
     """With a bias the classes are wrong: they zero padding before in_proj, whose bias then fills the convolution's window
     where a row of its own has zeros before it. Ours agrees with the row alone, so the two must differ."""
+    peer = PEERS[name]
+    case = peer.case(number)
     setattr(case.config, "use_bias" if peer is MAMBA2 else "add_bias_linear", biased)
     theirs = peer.made(case)
     apart = hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, "left")
@@ -132,9 +132,10 @@ def test_another_alibi_bias_max_is_read_as_it_was_trained(monkeypatch):
         MPT.family.write_config(ours.config)
 
 
-@every(MPT, first=6)
-def test_attention_section(peer, case):
-    written = MptConfig.from_dict(peer.family.write_config(hf.our_config(peer.family, case.config))).attn_config
+@pytest.mark.parametrize("number", range(6))
+def test_attention_section(number):
+    case = MPT.case(number)
+    written = MptConfig.from_dict(MPT.family.write_config(hf.our_config(MPT.family, case.config))).attn_config
     for key in ("attn_type", "alibi", "alibi_bias_max", "clip_qkv", "softmax_scale", "qk_ln", "prefix_lm"):
         assert getattr(written, key) == getattr(case.config.attn_config, key), key
 

@@ -152,7 +152,7 @@ def drawn(name: str) -> set[str]:
     """Fields that have at least two values among many cases."""
     draw, config, _ = PEERS[name]
     found: dict[str, set[str]] = {key: set() for key in fields(name)}
-    for i in range(120):
+    for i in range(hf.CASES):
         made = config(vocab_size=hf.VOCAB, **draw(random.Random(f"{hf.SEED} {name} {i}"), i))
         for key, values in found.items():
             values.add(json.dumps(getattr(made, key), default=str))

@@ -109,14 +109,13 @@ PEERS = {
 }
 
 
-def cases(name: str) -> list[Any]:
-    return hf.cases(name, PEERS[name].draw, PEERS[name].config)
+def case_of(name: str, number: int) -> hf.Case:
+    return hf.random_case(name, PEERS[name].draw, PEERS[name].config, number)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [pytest.param(name, *case.values, id=case.id) for name in PEERS for case in cases(name)]
-)
-def test_same_function_and_back(name, case):
+@hf.every_case(PEERS)
+def test_same_function_and_back(name, number):
+    case = case_of(name, number)
     peer = hf.random_peer(case, PEERS[name].model)
     ours, family = hf.ours_in_memory(peer), family_of_hf_config({"model_type": name})
     hf.assert_same_function(family, ours, peer, case)
@@ -126,7 +125,7 @@ def test_same_function_and_back(name, case):
 @pytest.mark.parametrize("name", PEERS)
 def test_through_folders(name, tmp_path):
     """save_pretrained -> ours -> a folder -> from_pretrained."""
-    (case,) = cases(name)[7].values
+    case = case_of(name, 7)
     peer = hf.random_peer(case, PEERS[name].model)
     ours, family = hf.ours_from_folder(peer, tmp_path / "theirs"), family_of_hf_config({"model_type": name})
     hf.assert_export_loads(family, ours, peer, case, tmp_path / "ours", OTHER)

@@ -114,7 +114,10 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("number", [*range(3), *(pytest.param(n, marks=pytest.mark.ci) for n in range(3, DRAWS))])
+@pytest.mark.parametrize(
+    "number",
+    [*range(3), *(pytest.param(n, marks=pytest.mark.ci if n < 5 else pytest.mark.slow) for n in range(3, DRAWS))],
+)
 def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, number, tmp_path):
     case = case_of(name, number)
     family = family_of_hf_config({"model_type": name.removesuffix(" experts")})

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from llmtrain.models.layer_part import persistent_buffers
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261121"))
 CASES = 24
+QUICK = (0, 1, 2, 3, 4, 5, 18, 19)
+"""Of the cases, one of each length that is named, and two of random ones."""
 VOCAB = 61
 TOLERANCE = 1e-4
 """Norm of the difference over norm, fp32 on both sides."""
@@ -71,17 +73,27 @@ class Peer:
     model: Any
 
 
-def cases(name: str, draw: Callable[[random.Random, int], dict[str, Any]], config_class: Any) -> list[Any]:
-    """CASES random cases. draw: a generator and the case's number -> arguments of the config class."""
-    made = []
-    for i in range(CASES):
-        rng = random.Random(f"{SEED} {name} {i}")
-        config = config_class(vocab_size=VOCAB, **draw(rng, i))
-        chunk = getattr(config, "chunk_size", 16)
-        seq_len = [1, 2, chunk - 1, chunk, chunk + 1, 37][i % 6] if i < 18 else rng.randint(1, 48)
-        case = Case(config, rng.choice([2, 3]), seq_len, rng.randrange(2**31))
-        made.append(pytest.param(case, id=f"{name}-{SEED}-{i}"))
-    return made
+def random_case(
+    name: str, draw: Callable[[random.Random, int], dict[str, Any]], config_class: Any, number: int
+) -> Case:
+    """The case of this number, below CASES. draw: a generator and the case's number -> arguments of the config class."""
+    rng = random.Random(f"{SEED} {name} {number}")
+    config = config_class(vocab_size=VOCAB, **draw(rng, number))
+    chunk = getattr(config, "chunk_size", 16)
+    seq_len = [1, 2, chunk - 1, chunk, chunk + 1, 37][number % 6] if number < 18 else rng.randint(1, 48)
+    return Case(config, rng.choice([2, 3]), seq_len, rng.randrange(2**31))
+
+
+def every_case(names: Iterable[str], numbers: Iterable[int] = range(CASES)) -> pytest.MarkDecorator:
+    """(name, number) of these cases; those that are not QUICK are slow tests."""
+    return pytest.mark.parametrize(
+        ("name", "number"),
+        [
+            pytest.param(name, i, id=f"{name}-{SEED}-{i}", marks=[] if i in QUICK else [pytest.mark.slow])
+            for name in names
+            for i in numbers
+        ],
+    )
 
 
 def published_config(config: Any) -> dict[str, Any]:
@@ -156,7 +168,8 @@ def our_gradients(family: Family, ours: HybridLM, names: Mapping[str, Any], toke
     for weight in (weight for weight in family.weights(ours.config) if weight.ours in gradients):
         gradient = gradients.pop(weight.ours)
         assert gradient is not None, weight.ours
-        found |= weight.split(gradient)
+        constants = {part.name for part in weight.parts if part.value is not None}
+        found |= {name: part for name, part in weight.split(gradient).items() if name not in constants}
     assert not gradients
     found = by_names_in(names, found, family.weights(ours.config))
     assert found.keys() == names.keys()

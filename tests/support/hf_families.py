@@ -181,10 +181,8 @@ class Peer:
     tie: Callable[[Any], None] | None = None
     folders: tuple[int, ...] = tuple(range(6))
 
-    def cases(self, *numbers: int) -> list[Any]:
-        """Those of these numbers; all by default."""
-        found = hf.cases(self.name, self.draw, self.config)
-        return [found[number] for number in numbers] if numbers else found
+    def case(self, number: int) -> hf.Case:
+        return hf.random_case(self.name, self.draw, self.config, number)
 
     def made(self, case: hf.Case) -> Any:
         return hf.random_peer(case, self.model, self.tie)

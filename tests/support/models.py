@@ -36,6 +36,16 @@ LATENT = {
     "value_dim": 5,
     "mlp": SWIGLU,
 }
+ZAYA = {"residual_scaling": True}
+
+
+def routed(previous: bool, choice_bias: bool = True) -> dict[str, Any]:
+    """ZAYA1's experts. previous: their router reads the state of a layer before."""
+    mlp = {"width": 10, "previous": previous}
+    router = {"renormalize": False, "choice_bias": choice_bias, "skip": True, "mlp": mlp}
+    return {"type": "experts", "n_experts": 3, "top_k": 1, "d_ff": 20, "router": router, "balance": {"weight": 0}}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "mpt with alibi": {
         "norm": {"type": "layernorm"},
@@ -127,6 +137,22 @@ MODELS: dict[str, dict[str, Any]] = {
             "w": CCA | {"n_kv_heads": 1, "qkv_bias": True, "sliding_window": 9, "d_head_conv": 3},
         },
         "layers": "c w c",
+    },
+    "compressed attention with routers that hand on their states, and scaled residuals": {
+        "blocks": {
+            "f": CCA | ZAYA | {"position": ROTARY, "mlp": routed(False)},
+            "c": CCA | ZAYA | {"position": ROTARY, "mlp": routed(True)},
+        },
+        "layers": "f c*2",
+        "embedding_scaling": True,
+    },
+    "attention with routers that hand on their states, past layers that do not": {
+        "blocks": {
+            "f": ATTENTION | {"position": ROTARY, "mlp": routed(False)},
+            "a": ATTENTION | {"position": ROTARY, "mlp": {"type": "xielu", "d_ff": 48}},
+            "c": ATTENTION | ZAYA | {"position": ROTARY, "norm": {"place": "both"}, "mlp": routed(True)},
+        },
+        "layers": "f a c c",
     },
     "mamba3 with groups and all channels turning": {
         "blocks": {

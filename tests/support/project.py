@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -12,10 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cli import main
-from llmtrain.errors import exit_with
-from tests.support.ranks import warm
 from tests.support.tiny import tiny_settings
+from tests.support.warm_command import WarmCommand
 
 LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
 
@@ -58,26 +55,18 @@ class Project:
 
     def llmtrain(self, *arguments: str, timeout: float = 600) -> tuple[int, str]:
         """(exit status, everything printed) of `llmtrain ARGUMENTS` in a process that need not import Composer."""
-        printed = self.folder / ".printed"
-        process = warm().Process(target=_llmtrain, args=(self.folder, arguments, printed), daemon=False)
-        process.start()
-        process.join(timeout)
-        process.kill()
-        process.join()
-        return process.exitcode, printed.read_text()
+        process = self.start_warm(*arguments)
+        try:
+            text, _ = process.communicate(timeout)
+        finally:
+            stop(process, self.folder)
+        return process.wait(), text
+
+    def start_warm(self, *arguments: str, own_session: bool = False) -> WarmCommand:
+        return WarmCommand(self.folder, *arguments, own_session=own_session)
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
-
-
-def _llmtrain(folder: Path, arguments: tuple[str, ...], printed: Path) -> None:
-    os.chdir(folder)
-    with printed.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a command of its own
-    sys.argv[1:] = arguments
-    exit_with(main)
 
 
 def seconds_of_children() -> float:
@@ -86,7 +75,7 @@ def seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def stop(process: subprocess.Popen, folder: Path) -> None:
+def stop(process: subprocess.Popen | WarmCommand, folder: Path) -> None:
     """Ends a command and whatever it started in its folder: torchrun's ranks are in sessions of their own."""
     for pid in {process.pid, *living(folder)}:
         with contextlib.suppress(ProcessLookupError):

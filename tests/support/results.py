@@ -6,9 +6,9 @@ from typing import Any
 
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
 from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores
-from llmtrain.eval.report.metrics import Metrics, aggregate
+from llmtrain.eval.report.metrics import Metrics, Result, aggregate
 from llmtrain.eval.report.process_results import process_results
-from llmtrain.eval.report.results import Report, Result, write_results
+from llmtrain.eval.report.results import Report, write_results
 from llmtrain.eval.tasks.documents import Choices, Content, Document, Question, Text
 from llmtrain.eval.tasks.sections import FoundryPrompting, LmEvalPrompting
 

@@ -10,6 +10,7 @@ from torch import nn
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.collective import newest_checkpoint
 from llmtrain.distributed.world import free_port, initialize, rank_environment
+from tests.support.sharded import write
 
 
 def victim(root: Path, pipe: Connection) -> None:
@@ -32,9 +33,7 @@ def victim(root: Path, pipe: Connection) -> None:
         step += 1
         fill(model, optimizer, step)
         for _ in range(2):
-            save_load.save(
-                root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=2, keep_every=50
-            )
+            write(root, model, optimizer, step, keep_last=2, keep_every=50)
             pipe.send(step)
 
 

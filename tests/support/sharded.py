@@ -1,10 +1,13 @@
 """A small model sharded over the ranks of a test, and what to compare of it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from llmtrain.checkpoint import save_load
+from llmtrain.checkpoint.retention import Retention
 from llmtrain.distributed.world import gloo_group, world_from_environment
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
@@ -57,11 +60,18 @@ def state_of(model: HybridLM, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 
 def write(
-    root: Path, model: HybridLM, optimizer: torch.optim.Optimizer, step: int, keep_last: int | None = None
+    root: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Path:
-    return save_load.save(
-        root, model, optimizer, step=step, tokens=0, config={}, clock={}, data={}, keep_last=keep_last
-    )
+    """Save one checkpoint under `root`. Called by every rank."""
+    state = save_load.flat_state(model, optimizer)
+    run = save_load.RunState(step, 0, config or {}, {}, {})
+    return save_load.write(root, state, save_load.local_tensors(state), run, Retention(keep_last, keep_every))
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

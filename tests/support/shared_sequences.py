@@ -152,6 +152,7 @@ def random_case(seed: int, world_size: int, staged: bool = False) -> Case:
     sizes = range(1, world_size + 1)
     meshes = [(p, c, t) for p in sizes for c in sizes for t in sizes if world_size % (p * c * t) == 0]
     stages, context, tensor = rng.choice([(p, c, t) for p, c, t in meshes if (p > 1 if staged else p == 1 < c * t)])
+    virtual = rng.choice([1, 2]) if staged and stages < 3 else 1
     world_size //= stages
     sharding: dict[str, Any] = {"strategy": rng.choice(["full", "grad_op", "hybrid"])}
     if sharding["strategy"] == "hybrid":
@@ -165,21 +166,26 @@ def random_case(seed: int, world_size: int, staged: bool = False) -> Case:
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
     model = _random_model(rng, tensor)
-    while len(ModelConfig.model_validate_json(json.dumps(_SIZES | model)).layer_list()) < stages:
+    while len(ModelConfig.model_validate_json(json.dumps(_SIZES | model)).layer_list()) < stages * virtual:
         model = _random_model(rng, tensor)
     return Case(
         model=model,
         seq_len=rng.randint(2 * context, 6 * context + 20),
-        samples=rng.randint(1, 3) if not staged else rng.randint(stages, stages + 3),
+        samples=rng.randint(1, 3) if not staged else rng.choice(_microbatches(stages, virtual)),
         borders=rng.choice([None, 0.05, 0.3]),
         train={
-            "parallel": {"context": context, "tensor": tensor, "pipeline": stages},
+            "parallel": {"context": context, "tensor": tensor, "pipeline": stages, "virtual_stages": virtual},
             "sharding": sharding,
             "activation_checkpointing": checkpointing,
             "loss": {"type": rng.choice(["plain", "chunked"]), "z_loss": rng.choice([0.0, 1e-3]), "chunk_tokens": 16},
         },
         seed=seed,
     )
+
+
+def _microbatches(stages: int, virtual: int) -> list[int]:
+    """Numbers of them that a schedule takes."""
+    return [n for n in range(stages, stages + 4) if virtual == 1 or n % (n // stages) == 0]
 
 
 def _random_model(rng: random.Random, tensor: int) -> dict[str, Any]:

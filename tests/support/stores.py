@@ -13,8 +13,7 @@ from moto.server import ThreadedMotoServer
 from llmtrain.checkpoint import local
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import Manifest
-from llmtrain.checkpoint.stores.retry import RetryPolicy
-from llmtrain.checkpoint.stores.s3 import S3Store
+from llmtrain.checkpoint.stores.s3 import RetryPolicy, S3Store
 
 BUCKET = "checkpoints"
 QUICK = RetryPolicy(attempts=12, first=0.002, longest=0.02)

@@ -103,10 +103,21 @@ def test_a_sweep_writes_rows_a_table_and_a_picture(address, tmp_path, capsys):
         (["--rates", "nan"], "--rates: expected numbers above 0"),
         (["--users", "0"], "--users: expected numbers above 0"),
         (["--requests", "0"], "--requests 0: expected at least 1"),
+        (["--requests", "9" * 20], "expected at most 1000000"),
         (["--spread", "2"], "--spread 2.0: expected at most 1"),
+        (["--key-variable", "NOT_HERE"], "--key-variable NOT_HERE: the environment has no such variable"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: /dev/null is a file, not a folder; choose another"),
         ([], "/v1/models does not answer as OpenAI's API does"),
     ],
 )
 def test_rejects_wrong_options_and_a_server_that_is_none(arguments, message, capsys):
     assert main(["bench", "serve", "http://127.0.0.1:9", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["here", "file:///etc/hosts", "http://", "http://a:99999", "http://[::1", "http://a b"])
+def test_rejects_an_address_of_no_server(url, capsys):
+    assert main(["bench", "serve", url]) == 2
+    assert (
+        capsys.readouterr().err == f"{url} is no address of a server; expected http://HOST:PORT, with or without /v1\n"
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.doctor.own_tables import check
+from llmtrain.doctor.selftest import check
 from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import Platform

@@ -79,12 +79,8 @@ def link_corpus(folder: Path, file: Path, count: int) -> Path:
 def run(*command: str, cores: Sequence[int] = ()) -> dict[str, float]:
     """Seconds, CPU seconds and the largest process's memory of a command. cores: the CPUs that it keeps to; any, if none."""
     started = time.perf_counter()
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
-    )
+    pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=pin)
     assert child.stderr
     errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
@@ -111,22 +107,15 @@ def command_of(program: str, args: argparse.Namespace, corpus: Path, folder: Pat
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__)
+    parser = Parser(__name__, __doc__, out=True)
     parser.add_argument("--files", type=positive, default=4, help="of 64 MiB per worker beyond the smaller corpus")
     parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2])
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
-    parser.add_argument(
-        "--compression", nargs="+", default=["none"], help="of our shards; only MDSWriter compresses too"
-    )
-    parser.add_argument(
-        "--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS], help="in this order"
-    )
-    parser.add_argument(
-        "--pin", action="store_true", help="as many cores as workers, one thread of each; what they hash"
-    )
+    parser.add_argument("--compression", nargs="+", default=["none"], help="of our shards; MDSWriter's too")
+    parser.add_argument("--programs", nargs="+", default=["llmtrain"], choices=["llmtrain", *PEERS])
+    parser.add_argument("--pin", action="store_true", help="as many cores as workers, one thread of each")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment that holds the peers")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     if args.peers is None and set(args.programs) & set(PEERS):
         parser.error(f"--programs {' '.join(args.programs)}: --peers is needed")

@@ -46,10 +46,7 @@ CHUNKS = (256, 128)
 REP_MS = 15.0
 SHARES = 8
 
-
 Makers = list[Callable[[], Cell]]
-
-
 Drawn = tuple[int, int] | None
 """Number and seed of shapes of attention in place of the grid's."""
 
@@ -114,9 +111,7 @@ def tasks(
                     Task(operation, at, cell.label, one.name, drawn)
                     for one in cell.contenders()
                     if (backends is None or one.name.split()[0] in backends)
-                    and not (
-                        operation == "ssd" and one.name == "reference"
-                    )  # compiles for many seconds, and is far behind
+                    and (operation, one.name) != ("ssd", "reference")  # compiles for long, and is far behind
                     and (cell.operation, cell.name, str(cell.seq_len), one.name) not in done
                 ]
     return found
@@ -199,9 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument("--backends", nargs="+", help="by their first word, such as triton, sdpa:cudnn, mamba_ssm")
     parser.add_argument("--match", default="", help="only cells whose label has this in it")
-    parser.add_argument(
-        "--drawn", type=positive, nargs=2, metavar=("COUNT", "SEED"), help="other shapes of attention, alone"
-    )
+    parser.add_argument("--drawn", type=positive, nargs=2, metavar=("COUNT", "SEED"), help="drawn shapes alone")
     parser.add_argument("--seconds", type=number, default=400, help="no measurement begins after them")
     parser.add_argument("--peer-path", type=Path, metavar="FOLDER", help="where mamba_ssm and causal_conv1d lie")
     parser.add_argument("--out", type=Path, required=True)

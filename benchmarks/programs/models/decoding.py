@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +34,13 @@ Request = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64])
     parser.add_argument("--prompt", type=positive, default=1800)
     parser.add_argument("--new", type=positive, default=120, help="at least two")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--peer-repeats", type=natural, default=1, help="0: llmtrain alone")
     parser.add_argument("--curve", type=Path, metavar="PNG")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     if args.new < 2:
         parser.error(f"--new {args.new}: a request for one token is subtracted from it")
@@ -61,44 +59,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.add(f"{config.name}, batch {batch}, llmtrain", **ours)
         if peer is not None:
             theirs = speed(transformers_request(peer), prompts, args.new, args.peer_repeats)
-            ratios = {
-                "whole_x": theirs["request_s"] / ours["request_s"],
-                "decoding_x": theirs["step_ms"] / ours["step_ms"],
-            }
+            names = {"whole_x": "request_s", "decoding_x": "step_ms"}
+            ratios = {name: theirs[figure] / ours[figure] for name, figure in names.items()}
             report.add(f"{config.name}, batch {batch}, transformers", **theirs, **ratios)
 
 
 def build(config: ModelConfig) -> CausalLM:
     import torch
 
+    from benchmarks.harness.models import random_model
     from llmtrain.models.causal_lm import CausalLM
-    from llmtrain.models.hybrid import HybridLM
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.device("meta"):
-        model = HybridLM(config, dtype=dtype)
-    model.to_empty(device=device)
-    model.init_weights(0)
-    return CausalLM(model.cast(dtype)).eval()
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return CausalLM(random_model(config, dtype).cast(dtype)).eval()
 
 
 def build_peer(model: CausalLM) -> nn.Module:
     """The model of transformers with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.harness.models import published_tensors
     from llmtrain.models.hf.family import family_for_model
 
     family = family_for_model(model.config)
-    published = family.write_config(model.config)
-    config = AutoConfig.for_model(**{"model_type": family.model_type} | published)
-    parameters = dict(model.hybrid.named_parameters())
-    weights = {
-        name: tensor
-        for weight in family.weights(model.config)
-        for name, tensor in weight.split(parameters[weight.ours].detach()).items()
-    }
-    device = model.device
+    config = AutoConfig.for_model(**{"model_type": family.model_type} | family.write_config(model.config))
+    weights, device = published_tensors(model.hybrid), model.device
     with device:
         peer = AutoModelForCausalLM.from_config(config, dtype=model.hybrid.embed.weight.dtype)
     own = peer.state_dict()
@@ -113,6 +98,8 @@ def speed(request: Request, prompts: list[list[int]], new: int, repeats: int) ->
     """Median seconds of a request, and of a step of its decoding: what it takes beyond the same request for one new token.
     group_count: prompts of a batch, where all do not fit the memory."""
     import torch
+
+    from benchmarks.harness.models import clock
 
     size = len(prompts)
     while True:
@@ -158,15 +145,9 @@ def transformers_request(peer: Any) -> Request:
 
     def request(prompts: list[list[int]], new: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=peer.device)
+        options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
         with torch.no_grad():
-            out = peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                pad_token_id=0,
-            )
+            out = peer.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[:, ids.shape[1] :].tolist()
 
     return request
@@ -176,6 +157,7 @@ def curve(name: str, model: CausalLM, png: Path, steps: int = 32) -> None:
     """Measure and draw the time of one more token over the number of tokens in the cache."""
     import torch
 
+    from benchmarks.harness.models import clock
     from llmtrain.generate.decoding import DecodeStep
 
     on_gpu = model.device.type == "cuda"
@@ -211,11 +193,3 @@ def draw(new: dict[str, Any], png: Path) -> None:
         axes.set_title(f"Cached decoding, bf16, {curves[0]['device']}")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:.0f} Ki")
         axes.legend(frameon=False)
-
-
-def clock() -> float:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

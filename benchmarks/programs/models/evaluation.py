@@ -26,7 +26,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.harness.arguments import Parser, number, positive
-from benchmarks.harness.eval_peer import PeerMeasured, clock, instances, load_peer, measure_peer
+from benchmarks.harness.eval_peer import PeerMeasured, instances, load_peer, measure_peer
+from benchmarks.harness.models import clock, published_tensors, random_model
 from benchmarks.harness.plan_work import work
 from benchmarks.harness.report import Report, Row, device_name
 from llmtrain.bench.machine import OPTIONAL
@@ -41,7 +42,6 @@ from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import family_for_model
-from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
@@ -69,13 +69,9 @@ class Measured:
 
     def figures(self) -> Row:
         """Row of the task: the harness's figures too, once there are any."""
-        row: Row = {"documents_count": self.documents, "ours_documents_per_s": self.ours}
+        row: Row = {"documents_count": self.documents, "calls_count": self.calls, "ours_documents_per_s": self.ours}
         row |= {"ours_least_documents_per_s": min(self.passes), "ours_most_documents_per_s": max(self.passes)}
-        row |= {
-            "fewer_tokens_x": self.naive / self.tokens,
-            "padding_x": self.slots / self.tokens,
-            "calls_count": self.calls,
-        }
+        row |= {"fewer_tokens_x": self.naive / self.tokens, "padding_x": self.slots / self.tokens}
         if (theirs := self.theirs) is not None:
             row |= {"harness_documents_per_s": theirs.rate, "harness_x": self.ours / theirs.rate}
             row |= {"harness_documents_count": theirs.documents, "harness_batch_count": theirs.batch}
@@ -84,45 +80,35 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK[:SHOTS]")
     parser.add_argument("--limit", type=positive)
     parser.add_argument("--max-batch-tokens", type=positive)
     parser.add_argument("--passes", type=positive, default=5, help="of ours over all tasks")
     parser.add_argument("--peer-batch", type=positive, nargs="+", default=[32, 128])
-    parser.add_argument(
-        "--peer-limit", type=positive, help="documents for the harness, which takes long; default: as ours"
-    )
-    parser.add_argument(
-        "--peer-limit-shots", type=positive, help="the same for tasks with examples; default: --peer-limit"
-    )
+    parser.add_argument("--peer-limit", type=positive, help="documents for the harness, if fewer than for ours")
+    parser.add_argument("--peer-limit-shots", type=positive, help="the same, for tasks with examples")
     parser.add_argument("--peer-seconds", type=number, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument(
-        "--vocab", type=positive, help=f"of the tokenizer; default: {_VOCAB:,}, or what the tasks' text yields"
-    )
-    parser.add_argument("--out", type=Path, metavar="JSON")
+    parser.add_argument("--vocab", type=positive, help=f"default: {_VOCAB:,}, or what the tasks' text yields")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)
     if args.out and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
     report = Report(args.out)
-    chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
+    named = [task.partition(":") for task in args.tasks]
+    chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, _, shots in named]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
     with frozen_gc(), tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
         found = find_model(folder)
         tokenizer = find_tokenizer(found)
-        scorer = load_scorer(
-            found, tokenizer, max_length=config.model.max_seq_len, max_batch_tokens=args.max_batch_tokens
-        )
+        sizes: dict[str, Any] = {"max_length": config.model.max_seq_len, "max_batch_tokens": args.max_batch_tokens}
+        scorer = load_scorer(found, tokenizer, **sizes)
         assert isinstance(scorer, HybridScorer)
-        count = sum(parameter.numel() for parameter in scorer.model.parameters())
-        print(
-            f"{config.name}, {count:,} parameters, {scorer.model.hybrid.embed.weight.dtype}, {device_name()}",
-            flush=True,
-        )
+        count, dtype = sum(p.numel() for p in scorer.model.parameters()), scorer.model.hybrid.embed.weight.dtype
+        print(f"{config.name}, {count:,} parameters, {dtype}, {device_name()}", flush=True)
         packages = [one for one in OPTIONAL if importlib.util.find_spec(one)]
         print(f"optional packages that the harness may use: {', '.join(packages) or 'none'}", flush=True)
 
@@ -130,9 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for task, shots in chosen:  # Triton's kernels are compiled for the sizes that come
             requests = run_steps(_requests(task, documents[task.name], shots, tokenizer))
             answers.append(_score(scorer, task, requests, no_host_work))
-            rows.append(
-                _counted(f"{task.name}:{shots}" if shots else task.name, documents[task.name], requests, scorer)
-            )
+            title = f"{task.name}:{shots}" if shots else task.name
+            rows.append(_counted(title, documents[task.name], requests, scorer))
         for _ in range(args.passes):
             began = clock()
             prefetcher = Prefetcher(chosen, lambda one: _requests(one[0], documents[one[0].name], one[1], tokenizer))
@@ -149,21 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row, scores, (task, shots) in zip(rows, answers, chosen, strict=True):
             print(f"{row.task}: asking lm-evaluation-harness", flush=True)
             limit = args.peer_limit_shots if shots and args.peer_limit_shots else args.peer_limit
-            row.theirs = measure_peer(
-                peer,
-                instances(task, documents[task.name], shots),
-                scores,
-                args.peer_batch,
-                limit=limit,
-                seconds=args.peer_seconds,
-                say=lambda line: print(line, flush=True),
-            )
+            asked = instances(task, documents[task.name], shots)
+            bounds: dict[str, Any] = {"limit": limit, "seconds": args.peer_seconds}
+            row.theirs = measure_peer(peer, asked, scores, args.peer_batch, **bounds)
             report.add(row.task, **row.figures())
-
-
-def _parse(task: str) -> tuple[str, str]:
-    name, _, shots = task.partition(":")
-    return name, shots
 
 
 def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:
@@ -177,18 +151,10 @@ def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokeniz
 
 def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
     """Write a folder in Hugging Face format with weights as at the start of training."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.device("meta"):
-        model = HybridLM(config, dtype=torch.float32)
-    model.to_empty(device=device)
-    model.init_weights(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(config, torch.float32)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     family = family_for_model(config)
-    parameters = dict(model.named_parameters())
-    tensors: dict[str, torch.Tensor] = {}
-    for weight in family.weights(config):
-        split = weight.split(parameters[weight.ours].detach())
-        tensors |= {name: tensor.to(dtype).cpu().contiguous() for name, tensor in split.items()}
+    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in published_tensors(model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
     content = family.write_config(config) | {"dtype": str(dtype).removeprefix("torch.")} | ids

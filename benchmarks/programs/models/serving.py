@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness.arguments import Parser, number, positive
+from benchmarks.harness.models import random_model
 from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import rounded
 from benchmarks.programs.models.conversion import make_checkpoint
 from llmtrain.convert.export import export
 from llmtrain.errors import RunError
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.load import load_config
 
 # Both programs take a file with a job, and print a line of JSON for each batch: seconds for one new token and for all, and tokens.
@@ -107,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=positive, default=128, help="new tokens of each row, at least two")
     # Later ones differ where bf16 rounds two likely tokens to the same score.
     parser.add_argument("--same", type=positive, default=8, help="tokens of a row that are compared")
-    parser.add_argument(
-        "--start", type=number, default=600, metavar="S", help="seconds until a program must be ready (default 600)"
-    )
+    parser.add_argument("--start", type=number, default=600, help="seconds until a program must be ready")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -162,11 +160,7 @@ def folder_of(model: Path, args: argparse.Namespace) -> Path:
 
 def export_random(config: ModelConfig, out: Path, dtype: torch.dtype) -> None:
     """Export a model with weights as at the start of training."""
-    with torch.device("meta"):
-        model = HybridLM(config, dtype=torch.float32)
-    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
-    model.init_weights(0)
-    model = model.cpu()
+    model = random_model(config, torch.float32).cpu()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the programs need it
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
@@ -199,18 +193,14 @@ class Program:
                 self.kill()
             time.sleep(0.1)
 
-    def await_line(self, beginning: str, count: int) -> None:
-        """Wait for so many such lines, or for its end."""
-        while len(self.lines(beginning)) < count and self.process.poll() is None:
-            time.sleep(0.1)
-
     def measure(self) -> list[dict[str, Any]]:
         """A row per batch. Raises RunError, with the end of its output, if it fails before the last batch."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
-        self.await_line("MEASURED ", self.batches)
+        while len(self.lines("MEASURED ")) < self.batches and self.process.poll() is None:
+            time.sleep(0.1)
         rows = [json.loads(line) for line in self.lines("MEASURED ")]
         if len(rows) < self.batches:
             end = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]

@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--for", nargs="+", default=[], action="append", dest="special", metavar="NAME a.b=c",
                         help="further settings of the run of NAME, or of NAME.yaml; may be repeated")  # fmt: skip
     parser.add_argument("--seconds", type=number, default=90.0)
-    parser.add_argument(
-        "--steps", type=positive, default=sys.maxsize, help="of each run at most (default: as --seconds allow)"
-    )
+    parser.add_argument("--steps", type=positive, default=sys.maxsize, help="of each run at most")
     parser.add_argument("--sources", nargs="+", default=["stdlib"])
     parser.add_argument("--max-bytes", type=positive, default=150_000_000, help="of text")
     parser.add_argument("--seq-len", type=positive, default=1024)
@@ -74,17 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         *args.set,
     ]
     special = {name: settings for name, *settings in args.special}
-    runs = []
-    for file in args.files:
-        name, _, file = file.rpartition("=")
-        name = name or Path(file).stem
-        runs.append(Run(name, file, [*common, *special.pop(name, [])], args.out, args.nproc))
-    names = [run.name for run in runs]
-    if special or len(set(names)) < len(names):
-        parser.error(
-            f"--for {next(iter(special))}: no such run" if special else "a name stands for several runs: give NAME=FILE"
-        )
-    special = {name: settings for name, *settings in args.special}
+    files = [(name or Path(file).stem, file) for name, _, file in (one.rpartition("=") for one in args.files)]
+    if unknown := special.keys() - dict(files).keys():
+        parser.error(f"--for {min(unknown)}: no such run")
+    if len(dict(files)) < len(files):
+        parser.error("a name stands for several runs: give NAME=FILE")
+    runs = [Run(name, file, [*common, *special.get(name, [])], args.out, args.nproc) for name, file in files]
     found: dict[str, Any] = {}
     failed = False
 
@@ -99,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for run in runs:
             run.start()
         _compile(runs)
-        if args.beside:
-            for run in runs:
-                run.go_on()
+        for run in runs if args.beside else ():
+            run.go_on()
         for run in runs:
             try:
                 run.train(args.seconds, args.steps)
@@ -189,7 +181,8 @@ class Run:
         try:
             while not self._enough(self.rows(), seconds, steps):
                 if self.ended() and not self._enough(self.rows(), seconds, steps):  # what it wrote last counts too
-                    raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
+                    end = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+                    raise RunError(f"ended by itself after {len(self.rows())} steps:\n{end}")
                 time.sleep(0.5)
         finally:
             self.kill()
@@ -248,10 +241,6 @@ def _compile(runs: Sequence[Run]) -> None:
                 waiting.remove(run)
                 print(f"{run.name}: {'ended' if run.ended() else 'compiled'}", flush=True)
         time.sleep(0.05)
-
-
-def _end(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
 
 def _parameters(config: Any) -> int:

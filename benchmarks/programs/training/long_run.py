@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.pictures import picture
@@ -96,7 +97,6 @@ def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) ->
                 look(sheets, process.pid, now)
             if now - drawn >= 60:
                 drawn = now
-                sheets.flush()
                 drawing = drawing_of(out, drawing)
             if first is not None and now - first >= seconds and not asked:
                 asked = True
@@ -121,30 +121,18 @@ def measured(metrics: Path) -> list[Row]:
     return [row for row in map(json.loads, lines) if STEP in row]
 
 
-class Sheets:
-    """The three CSV files, opened anew."""
+class Sheets(contextlib.ExitStack):
+    """The three CSV files, opened anew; every row is written as it comes."""
 
     def __init__(self, out: Path) -> None:
-        heads = {
-            "steps": ["seconds", "step", *METRICS],
-            "gpus": ["seconds", *GPU],
-            "processes": ["seconds", "what", "pid", "rss_mib"],
-        }
-        self._files: list[TextIO] = [(out / f"{name}.csv").open("w", newline="", encoding="utf-8") for name in heads]
-        self.steps, self.gpus, self.processes = (csv.writer(file) for file in self._files)
-        for writer, head in zip((self.steps, self.gpus, self.processes), heads.values(), strict=True):
-            writer.writerow(head)
+        super().__init__()
+        heads = {"steps": ("step", *METRICS), "gpus": GPU, "processes": ("what", "pid", "rss_mib")}
+        self.steps, self.gpus, self.processes = (self._sheet(out / f"{name}.csv", heads[name]) for name in heads)
 
-    def flush(self) -> None:
-        for file in self._files:
-            file.flush()
-
-    def __enter__(self) -> Sheets:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
+    def _sheet(self, file: Path, head: Sequence[str]) -> Any:
+        writer = csv.writer(self.enter_context(file.open("w", buffering=1, newline="", encoding="utf-8")))
+        writer.writerow(["seconds", *head])
+        return writer
 
 
 def look(sheets: Sheets, launcher: int, now: float) -> None:
@@ -206,7 +194,8 @@ def report(out: Path) -> int:
     found = summary(steps, gpus, processes, what["tokens_per_step"])
     (out / "long-run.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1), flush=True)
-    draw(steps, gpus, processes, what["tokens_per_step"], out / "long-run.png")
+    with picture(out / "long-run.png", 4, 1, size=(9, 9), sharex=True) as panels:
+        draw(panels, steps, gpus, processes, what["tokens_per_step"])
     return 0
 
 
@@ -227,18 +216,9 @@ def cell(text: str) -> float | str | None:
 def summary(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int) -> Row:
     """Medians of the quarters of the run's time, and memory after 2, 10 and 20 minutes and at the end."""
     begin, end = steps[0]["seconds"], steps[-1]["seconds"]
-    quarters = [
-        statistics.median(tokens / row["step_seconds"] for row in part)
-        for part in (
-            [
-                row
-                for row in steps
-                if begin + k * (end - begin) / 4 <= row["seconds"] <= begin + (k + 1) * (end - begin) / 4
-            ]
-            for k in range(4)
-        )
-        if part
-    ]
+    cuts = [begin + k * (end - begin) / 4 for k in range(5)]
+    parts = [[row for row in steps if a <= row["seconds"] <= b] for a, b in itertools.pairwise(cuts)]
+    quarters = [statistics.median(tokens / row["step_seconds"] for row in part) for part in parts if part]
     times = [(f"minute {minute}", begin + 60 * minute) for minute in MINUTES if begin + 60 * minute <= end + 30]
     roles = sorted({row["what"] for row in processes if row["what"] != "compiler"})
     memory = {}
@@ -246,9 +226,10 @@ def summary(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row],
         step = max((row for row in steps if row["seconds"] <= when), key=lambda row: row["seconds"])
         found: Row = {key: round(step[key], 3) for key in ("allocated_gib", "reserved_gib", "peak_gib") if key in step}
         found["gpu_used_mib"] = [row.get("memory.used") for row in at(gpus, when)]
-        found["rss_mib"] = {
-            role: sum(row["rss_mib"] for row in at(processes, when) if row["what"] == role) for role in roles
-        }
+        found["rss_mib"] = dict.fromkeys(roles, 0.0)
+        for row in at(processes, when):
+            if row["what"] in roles:
+                found["rss_mib"][row["what"]] += row["rss_mib"]
         memory[name] = found
     return {
         "steps": len(steps),
@@ -270,12 +251,7 @@ def at(rows: Sequence[Row], when: float) -> list[Row]:
     return [row for row in rows if row["seconds"] == seconds]
 
 
-def draw(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int, path: Path) -> None:
-    with picture(path, 4, 1, size=(9, 9), sharex=True) as axes:
-        draw_in(axes, steps, gpus, processes, tokens)
-
-
-def draw_in(
+def draw(
     panels: Sequence[Any], steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int
 ) -> None:
     speed, memory, host, busy = panels

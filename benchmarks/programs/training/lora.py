@@ -12,14 +12,12 @@ end.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.ranks import in_process
 from benchmarks.harness.report import Report
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -29,10 +27,9 @@ WARMUP, STEPS = 4, 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse(argv)
     base = "nf4" if args.kinds[0].endswith("nf4") else "bf16"
@@ -44,12 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     report = Report(args.out)
     for what in [*args.kinds, f"{args.kinds[0]}, again"]:
-        command = [sys.executable, "-m", "benchmarks", "lora", "--in-process", args.file, *args.overrides]
-        command += ["--rank", str(args.rank), "--kinds", what.removesuffix(", again")]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        report.add(
-            what, **(json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": "see above"})
-        )
+        options = ["--rank", str(args.rank), "--kinds", what.removesuffix(", again")]
+        report.add(what, **in_process("lora", args.file, *args.overrides, *options))
     return 0
 
 
@@ -146,18 +139,13 @@ def peers(config: Config, narrow: bool) -> Callable[[], None]:
             if isinstance(one, nn.Linear) and name != "lm_head"
         ]
         for owner, name, one in linears:
-            made = bitsandbytes.nn.Linear4bit(
-                one.in_features, one.out_features, one.bias is not None, torch.bfloat16, quant_type="nf4"
-            )
+            shape = (one.in_features, one.out_features, one.bias is not None)
+            made = bitsandbytes.nn.Linear4bit(*shape, torch.bfloat16, quant_type="nf4")
             made.weight = bitsandbytes.nn.Params4bit(one.weight.data.cpu(), requires_grad=False, quant_type="nf4")
             made.bias = one.bias
             setattr(owner, name, made.to(device))
-    settings = peft.LoraConfig(
-        r=config.adapt.lora.rank,
-        lora_alpha=2 * config.adapt.lora.rank,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
+    sizes: dict[str, Any] = {"r": config.adapt.lora.rank, "lora_alpha": 2 * config.adapt.lora.rank}
+    settings = peft.LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, settings).train()
     if config.train.activation_checkpointing.type not in ("none", "auto"):
         model.enable_input_require_grads()

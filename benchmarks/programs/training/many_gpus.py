@@ -137,12 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=positive, required=True)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=number, default=540)
-    parser.add_argument(
-        "--steps", type=natural, nargs=2, default=(1, 3), metavar="N", help="of bench train: warmup, timed"
-    )
-    parser.add_argument(
-        "--timed", type=positive, help="timed steps of bench train and torchtitan, if not each part's own"
-    )
+    parser.add_argument("--steps", type=natural, nargs=2, default=(1, 3), metavar="N", help="warmup and timed ones")
+    parser.add_argument("--timed", type=positive, help="timed steps, torchtitan's too, if not each part's own")
     parser.add_argument("--llama-microbatches", type=positive, default=1, help="a step, beside torchtitan")
     parser.add_argument("--tokens", type=positive, default=32_768, help="of Zamba2's shared sequence, for each GPU")
     parser.add_argument("--microbatch-7b", type=positive, default=4, help="of MPT-7B; 4 for 141 GB")

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.ranks import in_process
 from benchmarks.harness.report import Report
+from llmtrain.errors import RunError
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -26,13 +28,12 @@ WARMUP = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--plain", action="store_true", help="only the plain loop, in this process")
+    parser = Parser(__name__, __doc__, config=True, out=True)
+    parser.add_argument("--in-process", action="store_true", help="only the plain loop, in this process, as JSON")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)
-    if args.plain:
-        print(json.dumps(plain_loop(config).seconds))
+    if args.in_process:
+        print(json.dumps({"seconds": plain_loop(config).seconds}))
         return 0
     report, found = Report(args.out), {}
     for what, measure in (("plain loop", _plain), ("llmtrain train", _llmtrain), ("plain loop again", _plain)):
@@ -45,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plain(args: argparse.Namespace, _: Config) -> float:
-    command = [sys.executable, "-m", "benchmarks", "overhead", "--plain", args.file, *args.overrides]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return statistics.median(json.loads(output.splitlines()[-1]))
+    found = in_process("overhead", args.file, *args.overrides)
+    if "failed" in found:
+        raise RunError(f"the plain loop: {found['failed']}")
+    return statistics.median(found["seconds"])
 
 
 def _llmtrain(args: argparse.Namespace, config: Config) -> float:

@@ -1,23 +1,25 @@
-"""Training steps of one model on several GPUs, by meshes of context and tensor parallelism, and the scan's communication alone.
+"""Training steps of one model on several GPUs, by meshes of train.parallel, and the scan's communication alone.
 
     python -m benchmarks parallel FILE [a.b=c …] --nproc 2 [--steps 4] [--lengths 16384 32768] [--out FILE.json]
+    python -m benchmarks parallel FILE train.parallel.pipeline=2 --nproc 2 --microbatches 8 16 32 [--out FILE.json]
     python -m benchmarks parallel --scan --nproc 2 [--out FILE.json]
 
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
 `llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
-kernels that attention took. lengths: steps over sequences of each of them, one after the other. scan: a Mamba-2 scan over 131,072
-tokens that the ranks share, forward and backward, with its all-gather and with the same bytes copied on the rank itself, in turn:
-the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU, for a try.
+kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
+them over all GPUs, with the memory of every rank, and the bubble of a pipeline: what the passes take beyond the time per
+microbatch, which follows from the fewest and the most of them, beside (N - 1) / V of N stages with V virtual ones. scan: a Mamba-2
+scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes copied on the rank
+itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU,
+for a try.
 """
 
 import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser, natural, positive
@@ -31,17 +33,17 @@ SCANS = 8  # one behind the other, as the layers of a step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__)
+    parser = Parser(__name__, __doc__, out=True)
     parser.add_argument("file", nargs="?", metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--nproc", type=positive, default=1)
     parser.add_argument("--steps", type=natural, default=4, help="timed ones")
     parser.add_argument("--warmup", type=natural, default=2, help="steps before")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[])
+    parser.add_argument("--microbatches", type=positive, nargs="+", default=[])
     parser.add_argument("--kernels", action="store_true", help="also the milliseconds of one step's kernels, on rank 0")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--tokens", type=positive, default=131_072, help="with --scan")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
     parser.config = True
     given = sys.argv[1:] if argv is None else list(argv)
@@ -62,51 +64,97 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.file, [*args.overrides, *fitted])
         made = Training(config)
         for length in args.lengths or [config.data.seq_len]:
-            report.add(f"{length:,} tokens", **steps_of(made, config, length, args.warmup, args.steps, args.kernels))
+            found = [
+                steps_of(made, length, args.warmup, args.steps, args.kernels, number)
+                for number in args.microbatches or [None]
+            ]
+            for number, figures in zip(
+                args.microbatches or [None], with_bubbles(found, args.microbatches, config), strict=True
+            ):
+                name = f"{length:,} tokens" if number is None else f"{number} microbatches of {length:,} tokens"
+                report.add(name, **figures)
     print(json.dumps({"rows": report.rows}), flush=True)
     return 0
 
 
-def steps_of(
-    made: Training, config: Config, length: int, warmup: int, count: int, kernels: bool = False
-) -> dict[str, Any]:
-    """Figures of steps of one microbatch per group, over sequences of this length. Every rank calls this."""
-    import torch
+def with_bubbles(rows: list[dict[str, Any]], numbers: list[int], config: Config) -> list[dict[str, Any]]:
+    """Rows of so many microbatches each with the share of the passes in which a stage waits, measured and by the schedule."""
+    parallel = config.train.parallel
+    if parallel.pipeline == 1 or len(numbers) < 2:
+        return rows
+    passes = [row["passes_s"] for row in rows]
+    each = (passes[-1] - passes[0]) / (numbers[-1] - numbers[0])
+    idle = (parallel.pipeline - 1) / parallel.virtual_stages
+    return [
+        row | {"bubble_percent": 100 * (1 - n * each / took), "bubble_expected_percent": 100 * idle / (n + idle)}
+        for row, n, took in zip(rows, numbers, passes, strict=True)
+    ]
 
+
+def steps_of(
+    made: Training, length: int, warmup: int, count: int, kernels: bool = False, microbatches: int | None = None
+) -> dict[str, Any]:
+    """Figures of steps of one microbatch per group, or of `microbatches` over all groups, over sequences of this length. Every rank
+    calls this."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.harness.models import clock
     from llmtrain.models.hybrid import HybridLM
-    from llmtrain.plan.memory import estimate_memory
+    from llmtrain.plan.memory import estimate_memory, stage_memories
     from llmtrain.plan.parameters import parameter_sizes
     from llmtrain.train.callbacks.throughput import token_cost
 
-    sizes = parameter_sizes(config)
+    config, per_group = made.config, (microbatches or made.world.data_size) // made.world.data_size
+    sizes, size = parameter_sizes(config), config.train.least_microbatch
     of_length = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": length})})
+    if microbatches is not None:
+        batch = config.train.model_copy(update={"global_batch_size": microbatches * size})
+        of_length = of_length.model_copy(update={"train": batch})
     with torch.device("meta"):
         cost = token_cost(HybridLM(config.model), config.train, length, made.device)
-    size = config.train.microbatch_size if isinstance(config.train.microbatch_size, int) else 1
     torch.manual_seed(made.world.data_rank)
-    ids = torch.randint(config.model.vocab_size, (size, length))
-    part = made.own(ids, ids.roll(-1, 1))
+    ids = torch.randint(config.model.vocab_size, (size * per_group, length))
+    part = made.own(ids, ids.roll(-1, 1)) if microbatches is None else {}
     gpu = made.device.type == "cuda"
-    synchronize(made.device)
     if gpu:
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds, losses = [], []
+    seconds, passes, losses = [], [], []
     for step in range(warmup + count):
-        synchronize(made.device)
-        began = time.perf_counter()
-        losses.append(float(made.step(part)))
-        synchronize(made.device)
+        began = clock()
+        if microbatches is None:
+            losses.append(float(made.step(part)))
+        else:
+            losses.append(float(made.accumulate(ids)))
+            passes.append(clock() - began)
+            made.update()
+        took = clock() - began
         if step == 0 and gpu:  # before the optimizer had its state
             torch.cuda.reset_peak_memory_stats()
         if step >= warmup or not count:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(took)
     per_gpu = ids.numel() * made.world.data_size / made.world.size / statistics.median(seconds)
-    return {
+    peaks: list[float | None] = [None] * made.world.size
+    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated() / 2**30 if gpu else None)
+    of_stages = (
+        {}
+        if microbatches is None
+        else {
+            "passes_s": statistics.median(passes[warmup:] or passes),
+            "peaks_gib": peaks,
+            "estimated_stages_gib": [one.total / 2**30 for one in stage_memories(of_length, sizes, made.world.size)],
+            "layers_of_stages": [stage.spans for stage in sizes.stages],
+            "shares_of_stages": [stage.share for stage in sizes.stages],
+            "sharding": config.train.sharding.model_dump(mode="json"),
+        }
+    )
+    return of_stages | {
         "step_s": statistics.median(seconds),
         "tokens_per_s": per_gpu,
         "mfu_causal_percent": 100 * per_gpu * cost.causal / cost.peak.flops if cost.peak.flops else None,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "peak_gib": peaks[made.world.rank],
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
         "estimated_gib": estimate_memory(of_length, sizes, made.world.size).total / 2**30,
         "attention": sorted(attention_backends(made.model)),
@@ -148,6 +196,7 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.harness.models import clock
     from llmtrain.kernels import registry
     from llmtrain.kernels.platform import detect
     from llmtrain.kernels.ssd.spec import SSDSpec
@@ -180,12 +229,10 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
 
     def run() -> float:
         dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
+        began = clock()
         for _ in range(SCANS):
             layer(x, dt, B, C).backward(ones)
-        synchronize(device)
-        return (time.perf_counter() - began) / SCANS
+        return (clock() - began) / SCANS
 
     def copied(own: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         return torch.cat([own] * world.size)
@@ -201,10 +248,3 @@ def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
         "without_communication_ms": 1e3 * apart,
         "exposed_percent": 100 * (1 - apart / together),
     }
-
-
-def synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()

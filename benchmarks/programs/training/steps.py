@@ -13,13 +13,11 @@ until everything is launched, and the sum of the GPU's kernels.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
+from benchmarks.harness.ranks import in_process
 from benchmarks.harness.report import Report, Row
 from benchmarks.programs.training.overhead import mfu, plain_loop
 from llmtrain.schema.config import Config
@@ -34,9 +32,8 @@ KERNELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public", "auto"])
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse(argv)
     configs = {name: with_kernels(args.file, args.overrides, name) for name in args.kernels}
@@ -47,22 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = [f"{args.kernels[0]}, again"] if len(args.kernels) > 1 else []
     for what in [*args.kernels, *again]:
         name = what.removesuffix(", again")
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "steps",
-            "--in-process",
-            args.file,
-            *args.overrides,
-            "--kernels",
-            name,
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            report.add(what, failed=f"status {done.returncode}")
-        else:
-            report.add(what, **figures(json.loads(done.stdout.splitlines()[-1]), configs[name], report.rows))
+        found = in_process("steps", args.file, *args.overrides, "--kernels", name)
+        report.add(what, **(found if "failed" in found else figures(found, configs[name], report.rows)))
     return int(any("failed" in row for row in report.rows))
 
 
@@ -93,10 +76,5 @@ def measure(config: Config) -> dict[str, Any]:
     public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     loop = plain_loop(config, fullgraph=not public)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {
-        "step": statistics.median(loop.seconds),
-        "host": statistics.median(loop.host),
-        "gpu": loop.kernels,
-        "losses": loop.losses,
-        "memory": memory,
-    }
+    found = {"step": statistics.median(loop.seconds), "host": statistics.median(loop.host), "gpu": loop.kernels}
+    return found | {"losses": loop.losses, "memory": memory}

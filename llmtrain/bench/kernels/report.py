@@ -7,6 +7,7 @@ from typing import Any
 from llmtrain.bench.kernels.cell import OURS, Bar, Cell
 from llmtrain.bench.kernels.measure import Result
 from llmtrain.config.output_folder import replace_file
+from llmtrain.pictures import new_figure, save_figure
 
 COLUMNS = (
     "cell", "T", "backend", "forward ms", "backward ms", "sum ms", "wall ms", "host ms", "peak MiB", "roofline fwd / bwd", "error",
@@ -113,16 +114,14 @@ def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:
     """Grouped bars per cell: speed, forward and backward together, relative to the best public backend (or the best)."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = [name for name in dict.fromkeys(one.backend for _, results in cells for one in results) if name != OURS]
     shown = [(cell, [r for r in results if not r.failed]) for cell, results in cells]
     shown = [(cell, results) for cell, results in shown if results]
     if not shown:
         return
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.14 * sum(len(results) + 2 for _, results in shown)))
-    palette = plt.get_cmap("tab10")
+    figure = new_figure(9, 1.2 + 0.14 * sum(len(results) + 2 for _, results in shown))
+    axes = figure.subplots()
+    palette = matplotlib.colormaps["tab10"]
     colours = {name: palette(i % 10) for i, name in enumerate(names)} | {OURS: "black"}
     at, ticks, seen = 0.0, [], set()
     for cell, results in shown:
@@ -140,6 +139,4 @@ def plot(file: Path, cells: list[tuple[Cell, list[Result]]]) -> None:
     axes.set_ylim(at - 1, -1)
     axes.set_xlabel("speed of forward + backward, best public backend = 1")
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    save_figure(figure, file, dpi=110)

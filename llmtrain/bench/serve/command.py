@@ -6,20 +6,25 @@ import json
 import math
 import os
 from dataclasses import asdict
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from llmtrain.bench.serve.figures import MEASURES, figures, picture, table
 from llmtrain.bench.serve.load import Case, Target, load, model_name
+from llmtrain.config.output_folder import unwritable_reason
 from llmtrain.errors import RunError, UserError
 from llmtrain.logs import log
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every case. Raises UserError for a server that does not answer, RunError where every request of a case fails."""
-    url = args.url.rstrip("/")
-    url = url if url.endswith("/v1") else f"{url}/v1"
+    url = server_url(args.url)
     key = os.environ.get(args.key_variable) if args.key_variable else None
+    if args.key_variable and not key:
+        raise UserError(f"--key-variable {args.key_variable}: the environment has no such variable, or an empty one")
+    if reason := unwritable_reason(args.out):
+        raise UserError(f"--out {args.out}: {reason}")
     goals = read_goals(args.goodput)
     cases = [
         Case(*lengths, args.requests, rate, users, args.spread, args.burstiness, args.seed)
@@ -48,6 +53,18 @@ def run(args: argparse.Namespace) -> int:
     picture(rows, args.out / "serve.png")
     print(table(rows))
     return 0
+
+
+def server_url(text: str) -> str:
+    """The address with /v1. Raises UserError for one of no server."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port beyond 65535, half of a pair of brackets
+        known = False
+    if not known or any(one.isspace() for one in text):
+        raise UserError(f"{text} is no address of a server; expected http://HOST:PORT, with or without /v1")
+    return f"{text.rstrip('/').removesuffix('/v1')}/v1"
 
 
 def read_lengths(text: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.bench.serve.load import Timing
+from llmtrain.pictures import new_figure, save_figure
 
 PERCENTILES = (50, 90, 99)
 MEASURES = ("ttft", "tpot", "itl", "e2el")
@@ -73,12 +74,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def picture(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Latency over throughput as load grows, a line for each pair of lengths, of p50 and p99."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5)
+    axes = figure.subplots()
     for lengths in dict.fromkeys((row["prompt"], row["answer"]) for row in rows):
         own = [row for row in rows if (row["prompt"], row["answer"]) == lengths and "e2el_ms" in row]
         for percentile, style in (("p50", "-o"), ("p99", "--o")):
@@ -92,5 +89,4 @@ def picture(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     axes.set_ylabel("seconds per request, end to end")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, file, dpi=150)

@@ -13,8 +13,8 @@ from llmtrain.bench.train.cases import Case, cases, digest
 from llmtrain.bench.train.measure import ending_on_sigterm, measure
 from llmtrain.bench.train.report import as_csv, as_markdown, draw
 from llmtrain.bench.train.sweep import Sweep, load_sweep
+from llmtrain.config.checksums import read_records
 from llmtrain.config.output_folder import replace_file, unwritable_reason
-from llmtrain.config.regular_file import read_text
 from llmtrain.config.report import ConfigError
 from llmtrain.errors import UserError
 from llmtrain.flops.count import count_parameters
@@ -93,15 +93,7 @@ def _measured(case: Case, sweep: Sweep, measure: Measure) -> dict[str, Any]:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """The newest result of each case by name; a line that was cut off is none."""
-    found: dict[str, dict[str, Any]] = {}
-    if path.exists():
-        for line in read_text(path).split("\n"):  # not splitlines(): U+2028 ends no line
-            try:
-                result = json.loads(line)
-                found[result["name"]] = result
-            except (ValueError, KeyError, TypeError):
-                continue
-    return found
+    return {one["name"]: one for one in read_records(path).records if "name" in one} if path.exists() else {}
 
 
 def _write(out: Path, results: list[dict[str, Any]]) -> None:

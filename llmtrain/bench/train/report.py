@@ -1,12 +1,12 @@
 """The results of a sweep as a table with LLM Foundry's columns, as CSV and as a picture."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmtrain.flops.units import decimal
+from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 COLUMNS = {
     "Model": lambda r: r["model"],
@@ -39,16 +39,12 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(rows(results))
-    return text.getvalue()
+    return csv_text([COLUMNS, *rows(results)])
 
 
 def as_markdown(results: Sequence[Result], facts: str) -> str:
     """facts: the machine, versions, commit and date, without which a figure does not count."""
-    lines = [facts, "", _line(COLUMNS), _line(["---"] * len(COLUMNS)), *(_line(row) for row in rows(results))]
+    lines = [facts, "", *markdown_table(list(COLUMNS), rows(results))]
     failed = [result for result in results if "error" in result]
     if failed:
         lines += ["", "Without a figure:", ""]
@@ -58,10 +54,8 @@ def as_markdown(results: Sequence[Result], facts: str) -> str:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Tokens per second and GPU of every result, bars of one model side by side."""
-    from matplotlib.figure import Figure
-
     good = [result for result in results if "error" not in result]
-    figure = Figure(figsize=(9, 0.6 + 0.35 * len(good)), layout="constrained")
+    figure = new_figure(9, 0.6 + 0.35 * len(good))
     axes = figure.subplots()
     names = [result["name"] for result in good]
     rates = [result["tokens_per_second_per_gpu"] for result in good]
@@ -76,12 +70,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlabel("tokens per second and GPU")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
-
-
-def _line(cells: Sequence[str] | Mapping[str, Any]) -> str:
-    return "| " + " | ".join(cells) + " |"

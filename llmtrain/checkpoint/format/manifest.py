@@ -17,7 +17,7 @@ import xxhash
 
 from llmtrain.checkpoint.format.header import HeaderError, read_header
 from llmtrain.checkpoint.format.threads import in_threads, one_at_a_time
-from llmtrain.config.output_folder import write_synced
+from llmtrain.config.output_folder import sync_path, write_synced
 from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
@@ -105,7 +105,7 @@ def write(folder: Path, manifest: Manifest) -> None:
     temporary = folder / (NAME + ".tmp")
     write_synced(temporary, body.removesuffix(b"\n}") + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
     temporary.rename(folder / NAME)
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def read(folder: Path) -> Manifest:
@@ -185,15 +185,6 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda size: None) -
             found.update(buffer[:got])
             progress(got)
     return found.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_text(folder: Path) -> bytes:

@@ -11,8 +11,9 @@ from typing import BinaryIO
 import xxhash
 
 from llmtrain.checkpoint.format import manifest as manifests
-from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file, sync_folder
+from llmtrain.checkpoint.format.manifest import CheckpointError, hash_file
 from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.config.output_folder import sync_path
 from llmtrain.config.regular_file import open_regular, read_bytes
 
 _READ_BYTES = 8 * 2**20
@@ -72,7 +73,7 @@ class MountedStore:
                         f"{file.name} is damaged on this disk (its hash is not the manifest's): not uploaded"
                     )
                 sending.rename(path)
-                sync_folder(path.parent)
+                sync_path(path.parent)
             finally:
                 sending.unlink(missing_ok=True)
 

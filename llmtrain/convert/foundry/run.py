@@ -5,8 +5,7 @@ from typing import Any
 
 from llmtrain.config.addresses import address_problem, is_remote
 from llmtrain.config.base import Problem
-from llmtrain.convert.foundry.durations import take_duration
-from llmtrain.convert.foundry.optimization import Length, read_clipping
+from llmtrain.convert.foundry.optimization import Length, read_clipping, take_duration
 from llmtrain.convert.foundry.settings import Settings
 from llmtrain.convert.foundry.source import RUN_NAME
 

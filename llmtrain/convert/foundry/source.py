@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from llmtrain.config.base import Problem
 from llmtrain.config.config_type import is_foundry, is_foundry_evaluation
+from llmtrain.config.interpolation import resolve
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, meaning
@@ -33,6 +31,7 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
         }
     # Of keys that are not needed here, such as a tokenizer's model_max_length of 10^30, a value need not be readable.
     source.problems = [found for found in source.problems if not _is_not_needed(found.path)]
+    source.unreadable = {path for path in source.unreadable if not _is_not_needed(path)}
     if source.problems:
         raise ConfigError(source.title, source.problems, source.origins)
     if not (is_foundry(source.data) or is_foundry_evaluation(source.data)):
@@ -42,39 +41,15 @@ def read_foundry(path: str | Path) -> tuple[YamlSource, set[str]]:
     for section in (source.data, source.data.get("variables") or {}):
         if isinstance(section, dict) and "run_name" in section and section["run_name"] is None:
             section["run_name"] = RUN_NAME
-    source.data = _resolved(source)
+    source.data = _keep_environment(source.data)
+    resolve(source, None)
+    if source.problems:
+        raise ConfigError(source.title, source.problems, source.origins)
     return source, variables
 
 
-def _resolved(source: YamlSource) -> dict[str, Any]:
-    problems: list[Problem] = []
-    try:
-        tree = OmegaConf.create(_keep_environment(source.data))
-    except OmegaConfBaseException as error:
-        path = getattr(error, "full_key", None) or ""
-        raise ConfigError(source.title, [Problem(path, None, _first_line(error))], source.origins) from None
-
-    def plain(node: Any, path: str) -> Any:
-        if not OmegaConf.is_config(node):
-            return node
-        keys = list(node) if OmegaConf.is_dict(node) else range(len(node))
-        values = {}
-        for key in keys:
-            entry = f"{path}.{key}" if path else str(key)
-            try:
-                values[key] = "???" if OmegaConf.is_missing(node, key) else plain(node[key], entry)
-            except OmegaConfBaseException as error:
-                problems.append(Problem(entry, None, f"cannot be resolved: {_first_line(error)}"))
-        return values if OmegaConf.is_dict(node) else list(values.values())
-
-    data = plain(tree, "")
-    if problems:
-        raise ConfigError(source.title, problems, source.origins)
-    return data
-
-
 def _keep_environment(value: Any) -> Any:
-    """The data with `${oc.env:…}` escaped, so that OmegaConf leaves it for the run to read."""
+    """The data with `${oc.env:…}` escaped, so that it stays for the run to read."""
     if isinstance(value, dict):
         return {key: _keep_environment(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -85,7 +60,3 @@ def _keep_environment(value: Any) -> Any:
 def _is_not_needed(path: str) -> bool:
     found = meaning(path.removeprefix("parameters."))
     return found is not None and found.kind == "not needed"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

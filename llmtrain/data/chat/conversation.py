@@ -98,13 +98,9 @@ def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None
     return known, needed[-1]
 
 
-def _messages(record: Mapping[str, Any], messages: Any) -> Conversation:
-    return checked(messages_of("messages", messages), record)
-
-
-def messages_of(name: str, value: Any, first: int = 1) -> list[dict[str, Any]]:
-    """Messages of a list, which may be JSON text. first: number of its first turn. Raises ChatFault."""
-    return [_message(one, number) for number, one in enumerate(_listed(name, value), first)]
+def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
+    """Messages of a list, which may be JSON text. Raises ChatFault."""
+    return [_message(one, number) for number, one in enumerate(_listed(name, value), 1)]
 
 
 def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
@@ -137,7 +133,10 @@ def _completion(record: Mapping[str, Any], completion: Any) -> Conversation:
     return Conversation(prompt=text_of(prompt, "prompt"), completion=completion)
 
 
-_READERS = {"messages": _messages, "sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion}
+_READERS = {
+    "messages": lambda record, messages: checked(messages_of("messages", messages), record),
+    **{"sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion},
+}
 
 
 def text_of(value: Any, what: str) -> str:

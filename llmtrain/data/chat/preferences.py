@@ -18,10 +18,19 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.chat.conversation import ChatFault, checked, known_fields, messages_of, parsed, text_of
-from llmtrain.data.chat.encode import ChatBatch, ChatEncoder, encoded, flagged, has_label, held_out_of
-from llmtrain.data.chat.samples import ChatSettings, Rendering, Sample
+from llmtrain.data.chat.samples import (
+    ChatBatch,
+    ChatEncoder,
+    ChatSettings,
+    Rendering,
+    Sample,
+    encoded,
+    flagged,
+    has_label,
+    held_out_of,
+)
 from llmtrain.data.chat.template import ChatError
-from llmtrain.data.shards.token_flags import UNDESIRABLE
+from llmtrain.data.shards.packing import UNDESIRABLE
 from llmtrain.data.sources.records import Pieces
 
 Text = str | list[dict[str, Any]]

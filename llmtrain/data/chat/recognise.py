@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.data.chat.conversation import FORMATS, recognise
-from llmtrain.data.sources.compression import DAMAGES
 from llmtrain.data.sources.files import PrepareError, SourceFile, list_files
-from llmtrain.data.sources.formats import NotText, sniff
-from llmtrain.data.sources.storage import open_file
+from llmtrain.data.sources.formats import format_of
 from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.schema.chat import ChatSection
 from llmtrain.schema.data import PrepareConfig
@@ -48,7 +46,10 @@ def _format(keys: set[str], section: ChatSection | None) -> str | None:
 def _first_records(files: list[SourceFile], config: PrepareConfig) -> Iterator[set[str]]:
     """Fields of the first record of each of the first files that hold records."""
     for file in files[:_FILES]:
-        if token_kind(file.path, file.from_folder) or not _holds_records(file, config.text_key):
+        if token_kind(file.path, file.from_folder):
+            continue
+        shape = format_of(file.path, file.name, config.text_key, file.from_folder)
+        if shape is None or shape.kind == "text":
             continue
         from llmtrain.data.sources.record_text import record_key  # here, because texts need none
         from llmtrain.data.sources.records import SetAside, read_pieces, whole
@@ -64,11 +65,3 @@ def _first_records(files: list[SourceFile], config: PrepareConfig) -> Iterator[s
         except SetAside:
             continue  # said where it is read
         yield from found[:1]
-
-
-def _holds_records(file: SourceFile, text_key: str) -> bool:
-    try:
-        with open_file(file.path) as stream:
-            return sniff(stream, file.name, text_key, file.from_folder).kind != "text"
-    except (NotText, *DAMAGES):
-        return False  # said where it is read

@@ -20,7 +20,9 @@ from tokenizers import Encoding, Tokenizer
 from llmtrain.config.regular_file import parse_json
 from llmtrain.data.chat.conversation import ChatFault, Conversation, conversation
 from llmtrain.data.chat.template import ChatError, ChatTemplate
-from llmtrain.data.tokenize.encode import DocumentMarks
+from llmtrain.data.shards.packing import ENDS, TRAINED, with_flags
+from llmtrain.data.sources.records import Pieces
+from llmtrain.data.tokenize.encode import DocumentMarks, EncodedBatch, held_out
 
 
 class Rendering(NamedTuple):
@@ -88,7 +90,7 @@ class ChatSettings:
         if number == len(chat.messages) - 1:
             return before, text
         upto, _ = self.template.render(chat.messages[: number + 1], tools=chat.tools)
-        begin, end = _common(before, text), _common(upto, text)
+        begin, end = common_length(before, text), common_length(upto, text)
         content = chat.messages[number].get("content")
         if begin >= end or (isinstance(content, str) and content.strip() not in text[begin:end]):
             raise ChatFault(
@@ -98,16 +100,16 @@ class ChatSettings:
         return before, upto
 
 
-def _common(a: Any, b: Any) -> int:
-    """Length of the longest common prefix of two sequences."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size
-    low, high = 0, size  # the first `low` are equal, the first `high` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
-    return low
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two sequences, by bisection."""
+    equal, different = 0, min(len(a), len(b)) + 1
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        if a[equal:middle] == b[equal:middle]:
+            equal = middle
+        else:
+            different = middle
+    return equal
 
 
 class SampleEncoder:
@@ -128,7 +130,7 @@ class SampleEncoder:
     def _sample(self, one: Rendering, whole: Encoding, prefixes: list[list[int]]) -> Sample:
         ids = whole.ids
         if one.turns:
-            begins, ends = (([_common(prefix, ids) for prefix in prefixes[part::2]]) for part in (0, 1))
+            begins, ends = (([common_length(prefix, ids) for prefix in prefixes[part::2]]) for part in (0, 1))
         else:
             begins, ends = _tokens_of(whole, one.answers)
         trained = self._trained(len(ids), begins, ends)
@@ -183,3 +185,65 @@ def rendering_of(text: str) -> Rendering:
     """The Rendering that `ChatSettings.convert` has written."""
     text, answers, turns, closed = parse_json(text)
     return Rendering(text, [(begin, end) for begin, end in answers], [(a, b) for a, b in turns], closed)
+
+
+class ChatBatch(NamedTuple):
+    """encoded: its ids have flags. cut: [p] tokens that did not fit a sample, of each conversation; useless: [p] conversations
+    without a trained token, which are not to be stored."""
+
+    encoded: EncodedBatch
+    cut: NDArray[np.int64]
+    useless: NDArray[np.bool_]
+
+
+class ChatEncoder:
+    """Callable that tokenises conversations, each cut to `seq_len` tokens. tokenizer: the content of a tokenizer.json."""
+
+    def __init__(
+        self, tokenizer: str, marks: DocumentMarks, settings: ChatSettings, seq_len: int, seed: int, fraction: float
+    ) -> None:
+        """seed, fraction: of the split into training and validation."""
+        self._encode = SampleEncoder(tokenizer, marks, settings)
+        self._seq_len, self._seed, self._fraction = seq_len, seed, fraction
+
+    def __call__(self, batch: Sequence[Pieces]) -> ChatBatch:
+        renderings = [rendering_of(text) for some in batch for text in some.texts]
+        samples, size = self._encode(renderings), self._seq_len
+        whole = np.array([len(one.ids) for one in samples], np.int64)
+        tokens = np.minimum(whole, size)
+        text_bytes = [len(one.text.encode()) for one in renderings]
+        ids = [flagged(one, size) for one in samples]
+        useless = np.array([not has_label(one, size) for one in samples], bool)
+        held = held_out_of(batch, self._seed, self._fraction)
+        return ChatBatch(encoded(held, tokens, text_bytes, ids), whole - tokens, useless)
+
+
+def held_out_of(batch: Sequence[Pieces], seed: int, fraction: float) -> NDArray[np.bool_]:
+    """Records of validation: [p], true for each of them."""
+    return np.array([out for some in batch for out in held_out(some, seed, fraction)], bool)
+
+
+def flagged(one: Sample, size: int, further: int = 0) -> NDArray[np.uint32]:
+    """The first `size` tokens of a document with their flags. further: flags of each of them."""
+    flags = one.trained[:size].astype(np.uint8) * np.uint8(TRAINED) | np.uint8(further)
+    flags[-1:] |= ENDS
+    return with_flags(one.ids[:size], flags)
+
+
+def has_label(one: Sample, size: int) -> bool:
+    """True if one of the first `size` tokens is trained. The first token of a document is no label."""
+    return bool(one.trained[1:size].any())
+
+
+def encoded(
+    held: NDArray[np.bool_], tokens: NDArray[np.int64], text_bytes: Sequence[int], ids: Sequence[NDArray[np.uint32]]
+) -> EncodedBatch:
+    """Whole records, of which each ends. tokens, text_bytes: of each; ids: of all in order."""
+    return EncodedBatch(
+        held_out=held,
+        ends=np.ones(len(tokens), bool),
+        tokens=tokens,
+        text_bytes=np.array(text_bytes, np.int64),
+        ids=np.concatenate([np.zeros(0, np.uint32), *ids]),
+        held_bytes=np.zeros(int(tokens[held].sum()), np.int64),
+    )

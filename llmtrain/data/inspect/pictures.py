@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from llmtrain.config.output_folder import OutputError, replace_file
 from llmtrain.data.inspect.statistics import SourceStatistics
+from llmtrain.pictures import new_figure, plain, save_figure
 
 _BINS = 400
 """Points of a curve over steps at most: the picture is twice as many pixels wide."""
@@ -21,10 +21,10 @@ def draw_lengths(sources: Sequence[SourceStatistics], path: Path) -> None:
     for one in sources:
         if one.lengths.count:
             edges, counts = one.lengths.bars()
-            axes.stairs(counts / counts.sum(), edges, label=_plain(one.name), linewidth=1.5)
+            axes.stairs(counts / counts.sum(), edges, label=plain(one.name), linewidth=1.5)
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def draw_frequencies(sources: Sequence[SourceStatistics], path: Path) -> None:
@@ -34,10 +34,10 @@ def draw_frequencies(sources: Sequence[SourceStatistics], path: Path) -> None:
         counts = np.sort(one.counts[one.counts > 0])[::-1]
         ranks = np.unique(np.geomspace(1, max(len(counts), 1), _BINS).astype(np.int64))
         if len(counts):
-            axes.plot(ranks, counts[ranks - 1] / counts.sum(), label=_plain(one.name), linewidth=1.5)
+            axes.plot(ranks, counts[ranks - 1] / counts.sum(), label=plain(one.name), linewidth=1.5)
     axes.set(xscale="log", yscale="log")
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def draw_shares(names: Sequence[str], first: int, counts: NDArray[np.int64], path: Path) -> None:
@@ -47,31 +47,15 @@ def draw_shares(names: Sequence[str], first: int, counts: NDArray[np.int64], pat
     shares = groups / groups.sum(axis=1, keepdims=True)
     figure, axes = _axes("step", "share of the samples")
     for number, name in enumerate(names):
-        axes.stairs(shares[:, number], first - 0.5 + borders, label=_plain(name), linewidth=1.5)
+        axes.stairs(shares[:, number], first - 0.5 + borders, label=plain(name), linewidth=1.5)
     axes.set_ylim(0, 1)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path, make_folder=True)
 
 
 def _axes(x: str, y: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes
-
-
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")  # or matplotlib reads it as a formula
-
-
-def _save(figure: Figure, path: Path) -> None:
-    import io
-
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120, format="png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.getvalue())
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.inspect.sample_documents import SourceDocument
-from llmtrain.data.shards.packing import document_ends
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
+from llmtrain.data.shards.packing import ENDS, TRAINED, document_ends
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 
 _BORDER, _SPECIAL, _TRAINED, _PLAIN = "\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[0m"

@@ -10,7 +10,7 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.data.partitions.merge import RESTS
 from llmtrain.data.partitions.prepared_folder import MANIFEST, REPORTS, read_manifest
 from llmtrain.data.partitions.provenance import SOURCES, documents_path, read_documents
-from llmtrain.data.shards.index import Index, ShardError, hash_of, verify_shard
+from llmtrain.data.shards.index import Index, ShardError, part_fault, verify_shard
 from llmtrain.data.shards.mds_writer import stored_part
 from llmtrain.data.shards.stored_stream import StoredStream, read_file, unpack
 from llmtrain.data.sources.files import PrepareError
@@ -48,7 +48,7 @@ def _place_faults(place: str, index: Index, required: bool, advance: Progress) -
                 present = True
                 advance(len(content))
                 if part is not shard["raw_data"]:
-                    if fault := _packed_fault(content, part):
+                    if fault := part_fault(part, content, index.hash_algorithm):
                         yield f"{file}: {fault}"
                         continue
                     content = unpack(content, shard["compression"])
@@ -62,15 +62,6 @@ def _place_faults(place: str, index: Index, required: bool, advance: Progress) -
     listed = {name for names in index.shards.names() for name in names if name}
     for name in sorted(_shard_files(place) - listed):
         yield f"{place}/{name}: is not in the index, so its samples are never read"
-
-
-def _packed_fault(content: bytes, part: dict) -> str | None:
-    if len(content) != part["bytes"]:
-        return f"it has {len(content):,} bytes; the index says {part['bytes']:,}"
-    for name, digest in part["hashes"].items():
-        if (found := hash_of(name, content)) is not None:
-            return None if found == digest else f"its {name} is not the one in the index"
-    return None
 
 
 def _shard_files(place: str) -> set[str]:

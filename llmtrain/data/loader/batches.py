@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmtrain.data.shards.index import NOT_MARKED, ShardError
-from llmtrain.data.shards.packing import document_ends
-from llmtrain.data.shards.token_flags import ENDS, TRAINED, UNDESIRABLE
+from llmtrain.data.shards.packing import ENDS, TRAINED, UNDESIRABLE, document_ends
 
 IGNORED = -100
 """Label of positions without a loss (cross_entropy's ignore_index)."""

@@ -1,8 +1,12 @@
 """The training samples of one rank, epoch by epoch, from any position."""
 
+from __future__ import annotations
+
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +16,96 @@ from torch.utils.data import IterableDataset
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.mixture import seekable_order
 from llmtrain.data.loader.order import SampleOrder
-from llmtrain.data.loader.read_ahead import ReadAhead
 from llmtrain.data.loader.streaming_order import StreamingOrder
 from llmtrain.data.loader.token_samples import TokenSamples
 from llmtrain.data.loader.worker_errors import or_failures
-from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
 from llmtrain.data.shards.checks import require_epoch
 from llmtrain.schema.data import DataConfig
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A loader worker: number `worker` of `workers` of rank `rank` of `ranks`."""
+
+    rank: int
+    ranks: int
+    worker: int
+    workers: int
+
+
+class WorkerSamples:
+    """Sample ids of a reader from a position of an epoch to its end, batch by batch.
+
+    A rank's batch is its part of the global batch; a rank's workers take its batches in turn.
+    """
+
+    def __init__(self, order: SampleOrder, reader: Reader, *, begin: int, done: int, size: int):
+        """begin: position at which the epoch begins. done: samples of it that all ranks have read. size: samples of an epoch.
+        All three are multiples of the global batch."""
+        self._order, self._reader, self._begin = order, reader, begin
+        self._batch = order.global_batch // reader.ranks
+        self._steps = range(done // order.global_batch + reader.worker, size // order.global_batch, reader.workers)
+        self._chunk = functools.lru_cache(maxsize=8)(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._steps) * self._batch
+
+    def __getitem__(self, index: int) -> int:
+        chunk, within = divmod(index, _CHUNK)
+        return int(self._chunk(chunk)[within])
+
+    def _ids(self, chunk: int) -> np.ndarray:
+        batch, within = np.divmod(np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(self))), self._batch)
+        step = self._steps.start + batch * self._reader.workers
+        positions = self._begin + step * self._order.global_batch + self._reader.rank * self._batch + within
+        return self._order.ids(positions)
+
+
+_POLL = 0.01
+"""Seconds between two looks at how far was read."""
+_MOST = 1024
+"""Samples looked at together."""
+
+
+class ReadAhead:
+    """A context in which a thread prepares the shards of samples in order, up to `ahead` samples before those that are read.
+
+    shards: the shards of the samples begin to end of so many as there are, in order. prepare: has one in its folder; returns
+    false if it is no use to go on.
+    """
+
+    def __init__(
+        self, shards: Callable[[int, int], np.ndarray], total: int, ahead: int, prepare: Callable[[int], bool]
+    ):
+        self._shards, self._total, self._ahead, self._prepare = shards, total, ahead, prepare
+        self.read = 0
+        """Samples that were read, or are being read."""
+        self._stopped = threading.Event()
+        # A daemon: the process may end while a download goes on.
+        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        begin = 0
+        while begin < self._total:
+            end = min(self.read + self._ahead, begin + _MOST, self._total)
+            if end <= begin:
+                if self._stopped.wait(_POLL):
+                    return
+                continue
+            for shard in dict.fromkeys(self._shards(begin, end).tolist()):
+                if self._stopped.is_set() or not self._prepare(shard):
+                    return
+            begin = max(end, self.read)
+
 
 _PREDOWNLOAD_BATCHES = 8
 """Batches of a rank that are fetched ahead where the config does not say how many samples are."""

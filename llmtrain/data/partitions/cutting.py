@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.data.sources.compression import DAMAGES
 from llmtrain.data.sources.files import SourceFile
-from llmtrain.data.sources.formats import NotText, sniff
+from llmtrain.data.sources.formats import format_of
 from llmtrain.data.sources.records import Slice, whole
-from llmtrain.data.sources.storage import open_file
 from llmtrain.data.sources.token_kinds import token_kind
 
 PARTITION_BYTES = 64 << 20
@@ -65,11 +63,8 @@ def splits(file: SourceFile, text_key: str) -> bool:
     """True if a part of the file can be read without what is before it."""
     if token_kind(file.path, file.from_folder):
         return True
-    try:
-        with open_file(file.path) as stream:
-            return sniff(stream, file.name, text_key, file.from_folder).splits
-    except (NotText, *DAMAGES):  # said where it is read
-        return False
+    found = format_of(file.path, file.name, text_key, file.from_folder)
+    return found is not None and found.splits
 
 
 def _share(name: str) -> float:

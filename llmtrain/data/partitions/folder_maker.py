@@ -187,7 +187,9 @@ class FolderMaker:
         made_from = self.folder / REPORTS / "tokenizer"
         trained = self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs)
         given = self.folder / "tokenizer" if trained else self.config.tokenizer
-        tokenizer = load_tokenizer(given) if given else self._train_tokenizer()  # before anything is written
+        tokenizer = (
+            load_tokenizer(given) if given else train_tokenizer([(self.config, self.files)])
+        )  # before anything is written
         make_marked(self.folder)
         for name in (*SPLITS, REPORTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -207,9 +209,6 @@ class FolderMaker:
                 f"{self.folder} holds {len(stale)} partitions of other settings, or of files that have changed since: they are "
                 "made anew"
             )
-
-    def _train_tokenizer(self) -> TextTokenizer:
-        return train_tokenizer([(self.config, self.files)])
 
     def _partitions(self, tokenizer: TextTokenizer) -> list[Partition]:
         config = self.config

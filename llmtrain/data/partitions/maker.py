@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.output_folder import replace_file
 from llmtrain.data.chat.conversation import PREFERENCES
-from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.data.chat.preferences import PreferenceEncoder
-from llmtrain.data.chat.samples import ChatSettings
+from llmtrain.data.chat.samples import ChatEncoder, ChatSettings
 from llmtrain.data.partitions.array_file import pack_arrays
 from llmtrain.data.partitions.baselines import XZ_BYTES
 from llmtrain.data.partitions.cutting import Partition
@@ -127,23 +126,16 @@ class _Attempt:
         duplicates: NDArray[np.int64] | None,
     ) -> None:
         self.maker, self.partition = maker, partition
+        self.report = PartitionReport(partition.id, {}, {}, {}, 0, keeps_text)
         self.left_out = frozenset(duplicates.tolist() if duplicates is not None else ())
-        self.copies: list[tuple[int, int]] = []
-        self.first_token: int | None = None
-        self.duplicate_count = self.untrained_count = 0
-        self.untrained: list[tuple[int, int]] = []
-        self.truncated: dict[str, tuple[int, int]] = {}
         settings = self.settings = maker.settings
         self._unreported_bytes = 0  # stored bytes of the slice that advance() was not called with yet
-        self.left, self.keeps_text = limit, keeps_text
+        self.left = limit
         self.held_text = bytearray()
         self.pieces: list[Pieces] = []
         self.origins: list[int] = []
         """Number of the slice that each of `pieces` is from."""
-        self.characters = self.read_bytes = 0
-        self.bad: list[BadRecord] = []
-        self.bad_count = self.aside_bytes = self.passed_over = self.passed_over_bytes = 0
-        self.bad_bytes = 0.0
+        self.characters = 0
         self._bad_weight = 0  # of the slice that is read
         names = SPLITS if settings.validation_fraction > 0 else SPLITS[:1]
         self.recorder = DocumentRecorder(names)
@@ -225,7 +217,7 @@ class _Attempt:
         for bad in found:
             self._note(bad)
         if self._bad_weight:
-            self.bad_bytes += (part.end - part.begin) * self._bad_weight / (self._bad_weight + weight)
+            self.report.bad_bytes += (part.end - part.begin) * self._bad_weight / (self._bad_weight + weight)
         self._leave_out(copies, copied)
 
     def _without_copies(self, item: Pieces, begun: int) -> tuple[Pieces, list[int]]:
@@ -246,8 +238,9 @@ class _Attempt:
 
     def _leave_out(self, count: int, records: Sequence[int]) -> None:
         """Note duplicates of the open slice. records: of the first of them."""
-        self.duplicate_count += count
-        self.copies += [(self._slice, record) for record in records[: NAMED_BAD_RECORDS - len(self.copies)]]
+        self.report.duplicate_count += count
+        copies = self.report.copies
+        copies += [(self._slice, record) for record in records[: NAMED_BAD_RECORDS - len(copies)]]
 
     def _read_tokens(self, part: Slice, kind: TokenKind) -> None:
         self._encode()  # what comes before
@@ -283,17 +276,17 @@ class _Attempt:
 
     def _note(self, bad: BadRecord) -> None:
         self._count(bad)
-        if len(self.bad) < NAMED_BAD_RECORDS:
-            self.bad.append(bad)
+        if len(self.report.bad) < NAMED_BAD_RECORDS:
+            self.report.bad.append(str(bad))
 
     def _count(self, bad: BadRecord) -> None:
         if bad.fatal:
-            self.bad_count += 1
-            self.aside_bytes += bad.nbytes
+            self.report.bad_count += 1
+            self.report.aside_bytes += bad.nbytes
             self._bad_weight += bad.weight
         else:
-            self.passed_over += 1
-            self.passed_over_bytes += bad.nbytes
+            self.report.passed_over_count += 1
+            self.report.passed_over_bytes += bad.nbytes
 
     def _encode(self) -> None:
         if not self.pieces:
@@ -303,13 +296,14 @@ class _Attempt:
         if self.maker.chat_encoder is not None:
             batch, cut, useless = self.maker.chat_encoder(self.pieces)
             self._note_cut(cut)
-            self.untrained_count += int(useless.sum())
+            report = self.report
+            report.untrained_count += int(useless.sum())
             named = zip(origins[useless].tolist(), records[useless].tolist(), strict=True)
-            self.untrained += itertools.islice(named, NAMED_BAD_RECORDS - len(self.untrained))
+            report.untrained += itertools.islice(named, NAMED_BAD_RECORDS - len(report.untrained))
             batch, records, origins = batch.select(~useless), records[~useless], origins[~useless]
         else:
             batch = self.maker.encoder(self.pieces)
-        if self.keeps_text and batch.held_out.any():
+        if self.report.keeps_text and batch.held_out.any():
             texts = list(itertools.chain.from_iterable(some.texts for some in self.pieces))
             for number in np.flatnonzero(batch.held_out).tolist():
                 if len(self.held_text) < XZ_BYTES:
@@ -322,15 +316,15 @@ class _Attempt:
         """Count conversations that are longer than a sample, by file. cut: the tokens that each has lost."""
         files = np.repeat([some.file for some in self.pieces], [len(some.texts) for some in self.pieces])
         for file, tokens in zip(files[cut > 0].tolist(), cut[cut > 0].tolist(), strict=True):
-            count, lost = self.truncated.get(file, (0, 0))
-            self.truncated[file] = count + 1, lost + tokens
+            count, lost = self.report.truncated.get(file, (0, 0))
+            self.report.truncated[file] = count + 1, lost + tokens
 
     def _take(self, batch: EncodedBatch, records: NDArray[np.int64], origins: NDArray[np.int64]) -> None:
         """Pack a batch. records, origins: of each piece, its number and that of its slice."""
-        self.read_bytes += int(batch.text_bytes.sum())
+        self.report.read_bytes += int(batch.text_bytes.sum())
         flagged = self.settings.chat is not None
-        if self.first_token is None and not flagged and len(batch.tokens) and batch.tokens[0] > 1:
-            self.first_token = int(batch.ids[0])
+        if self.report.first_token is None and not flagged and len(batch.tokens) and batch.tokens[0] > 1:
+            self.report.first_token = int(batch.ids[0])
         for name, writer in self.writers.items():
             held = writer.held_out
             chosen = batch.held_out == held
@@ -344,35 +338,16 @@ class _Attempt:
         self.maker.advance(nbytes)
 
     def _finish(self) -> PartitionReport:
-        settings, id = self.settings, self.partition.id
-        finished = {name: writer.finish() for name, writer in self.writers.items()}
+        settings, report, id = self.settings, self.report, self.partition.id
         arrays: dict[str, NDArray] = {"held_text": np.frombuffer(bytes(self.held_text), np.uint8)}
         for name, writer in self.writers.items():
+            report.splits[name], report.shards[name] = writer.finish()
+            report.open_document[name] = writer.open_document
             arrays |= {
                 f"counts_{name}": writer.counts,
                 f"rest_{name}": writer.rest,
                 f"rest_bytes_{name}": writer.rest_bytes,
             }
-        report = PartitionReport(
-            id=id,
-            splits={name: counts for name, (counts, _) in finished.items()},
-            shards={name: entries for name, (_, entries) in finished.items()},
-            open_document={name: writer.open_document for name, writer in self.writers.items()},
-            read_bytes=self.read_bytes,
-            keeps_text=self.keeps_text,
-            bad_bytes=self.bad_bytes,
-            aside_bytes=self.aside_bytes,
-            bad_count=self.bad_count,
-            bad=[str(bad) for bad in self.bad],
-            passed_over_count=self.passed_over,
-            passed_over_bytes=self.passed_over_bytes,
-            duplicate_count=self.duplicate_count,
-            copies=self.copies,
-            truncated=self.truncated,
-            untrained_count=self.untrained_count,
-            untrained=self.untrained,
-            first_token=self.first_token,
-        )
         layouts = {name: one.best_fit.layout() for name, one in self.writers.items() if one.best_fit is not None}
         replace_file(arrays_path(settings.folder, id), pack_arrays(arrays))
         write_documents(settings.folder / REPORTS, id, self.recorder.documents(layouts))

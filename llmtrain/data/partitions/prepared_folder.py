@@ -85,19 +85,15 @@ class PreparedFolder:
             lines.append(f"  {file}: {count:,} longer than a sample, of which {tokens:,} tokens are cut off")
         if others := list(truncated.values())[NAMED_FILES:]:
             lines.append(f"  {len(others):,} further files: {sum(one[0] for one in others):,} longer than a sample")
-        if (useless := self.manifest.get("untrained", {"count": 0}))["count"]:
-            lines.append(f"  set aside {useless['count']:,} conversations without a trained token:")
-            lines += [f"    {name}" for name in useless["first"]]
-            lines += ["    ..."] if useless["count"] > len(useless["first"]) else []
-        skipped = self.manifest["skipped"]
-        if skipped["count"]:
-            lines.append(f"  skipped {skipped['count']:,} unreadable files or records:")
-            lines += [f"    {record}" for record in skipped["first"]]
-            lines += ["    ..."] if skipped["count"] > len(skipped["first"]) else []
-        if (copies := self.manifest.get("duplicates", {"count": 0}))["count"]:
-            lines.append(f"  left out {copies['count']:,} documents that equal earlier ones:")
-            lines += [f"    {name}" for name in copies["first"]]
-            lines += ["    ..."] if copies["count"] > len(copies["first"]) else []
+        for key, before, behind in (
+            ("untrained", "set aside", "conversations without a trained token"),
+            ("skipped", "skipped", "unreadable files or records"),
+            ("duplicates", "left out", "documents that equal earlier ones"),
+        ):
+            if (some := self.manifest.get(key, {"count": 0}))["count"]:
+                lines.append(f"  {before} {some['count']:,} {behind}:")
+                lines += [f"    {name}" for name in some["first"]]
+                lines += ["    ..."] if some["count"] > len(some["first"]) else []
         if named := passed_over.lines():
             lines += ["  passed over in folders:", *(f"    {line}" for line in named)]
         return "\n".join(lines)
@@ -281,7 +277,7 @@ def _require_shards(folder: Path, samples: int) -> None:
     for shard in index.shards:
         parts = [part for part in (shard["zip_data"], shard["raw_data"]) if part]
         sizes = {part["basename"]: part["bytes"] for part in parts}
-        if not any(_size(folder / name) == size for name, size in sizes.items()):
+        if not any((file := folder / name).is_file() and file.stat().st_size == size for name, size in sizes.items()):
             raise PrepareError(
                 f"{folder / parts[0]['basename']} is missing or cut short; make the folder anew with --overwrite"
             )
@@ -290,10 +286,6 @@ def _require_shards(folder: Path, samples: int) -> None:
             f"{folder}/index.json counts {index.samples:,} samples, {MANIFEST} {samples:,}: one of them was changed; "
             "make the folder anew with --overwrite"
         )
-
-
-def _size(file: Path) -> int | None:
-    return file.stat().st_size if file.is_file() else None
 
 
 @contextmanager

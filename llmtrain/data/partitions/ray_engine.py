@@ -17,7 +17,7 @@ from llmtrain.data.partitions.prepared_folder import REPORTS, SPLITS
 from llmtrain.data.partitions.report import PartitionReport, read_report
 from llmtrain.data.partitions.workers import Task
 from llmtrain.data.sources.files import PrepareError
-from llmtrain.errors import is_expected
+from llmtrain.errors import first_line, is_expected
 
 _RETRIES = 3
 """How often a partition is begun again elsewhere when the process or the node that makes it dies."""
@@ -67,7 +67,7 @@ def _connected() -> Any:
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="warning")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise PrepareError(
-                f"engine: found no Ray cluster ({str(error).strip().splitlines()[0]}); start one with `ray start --head`, or name "
+                f"engine: found no Ray cluster ({first_line(error)}); start one with `ray start --head`, or name "
                 "it in RAY_ADDRESS; on one machine `engine: processes` needs none"
             ) from error
     return ray

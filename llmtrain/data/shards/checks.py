@@ -1,5 +1,7 @@
 """MDS shards, examined without torch: checks before a run, sizes, fingerprints."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -11,7 +13,37 @@ from pathlib import Path
 from llmtrain.config.base import Problem
 from llmtrain.config.regular_file import read_json
 from llmtrain.data.shards.index import FLAG_COLUMN, NOT_MARKED, Index, ShardError, read_index
+from llmtrain.data.tokenize.end_of_document import stream_manifest
+from llmtrain.errors import UserError
+from llmtrain.objectives.section import ObjectiveSection
 from llmtrain.schema.data import DataConfig, StreamConfig
+
+
+def record_problems(data: DataConfig, objective: ObjectiveSection) -> Iterator[Problem]:
+    """Streams of other records than the objective is of. None of folders that are not there yet."""
+    streams, named = {"train": data.train_streams(), "validation": data.validation_streams()}, set[str]()
+    for split, some in streams.items():
+        for name, stream in some.items():
+            if not Path(stream.local).expanduser().exists():
+                continue
+            manifest = stream_manifest(stream)
+            chat = (manifest or {}).get("inputs", {}).get("chat")
+            packing = (manifest or {}).get("inputs", {}).get("packing")
+            reason = objective.records_refusal(chat and chat["format"])
+            if packing is not None and objective.packing not in (None, packing):
+                reason = f"is packed ({packing}); `llmtrain prepare` makes samples of one prompt with packing: {objective.packing}"
+            if reason:
+                path = "data.prepare" if data.prepare is not None else f"data.{split}.streams.{name}"
+                if stream.local not in named or data.prepare is None:  # both splits of prepare's are one folder
+                    yield Problem(path, stream.local, reason)
+                named.add(stream.local)
+
+
+def require_records(data: DataConfig, objective: ObjectiveSection) -> None:
+    """Raise UserError for the first of `record_problems`."""
+    for problem in record_problems(data, objective):
+        raise UserError(f"{problem.path}: {problem.found} {problem.message}")
+
 
 _REMOTES = ("s3", "gs", "oci", "hf", "sftp", "azure", "azure-dl", "dbfs", "alipan")
 """Schemes of remotes."""

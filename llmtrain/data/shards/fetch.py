@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.regular_file import read_bytes
-from llmtrain.data.shards.index import ShardError, hash_of, parse_index
+from llmtrain.data.shards.index import ShardError, parse_index, part_fault
 from llmtrain.data.shards.stored_stream import unpack
 from llmtrain.logs import run_log
 
@@ -107,7 +107,7 @@ class Fetcher:
         if self._is_here(packed):
             with contextlib.suppress(FileNotFoundError):  # removed by another job
                 content = read_bytes(file)
-        if content is not None and (fault := self._fault(packed, content)):
+        if content is not None and (fault := part_fault(packed, content, self.hash_algorithm)):
             if self.download is None:
                 raise ShardError(
                     f"Checksum failure: {file} is not what the index says: {fault}; copy it anew from its source"
@@ -158,7 +158,7 @@ class Fetcher:
             folders[:] = [name for name in folders if not _TEMPORARY.match(name)]
 
     def _downloaded(self, number: int, part: dict[str, Any]) -> bytes:
-        return self._fetched(number, part["basename"], lambda content: self._fault(part, content))
+        return self._fetched(number, part["basename"], lambda content: part_fault(part, content, self.hash_algorithm))
 
     def _fetched(self, number: int, name: str, fault: Callable[[bytes], str | None]) -> bytes:
         """The content of a file of the remote, without a fault. Raises ShardError once all attempts have failed."""
@@ -191,15 +191,6 @@ class Fetcher:
             path = os.path.join(folder, os.path.basename(name))
             self.download(name, path)
             return read_bytes(Path(path))
-
-    def _fault(self, part: dict[str, Any], content: bytes) -> str | None:
-        """Difference between a file and the index, as a sentence fragment; None if there is none."""
-        if len(content) != part["bytes"]:
-            return f"it has {len(content):,} bytes; the index says {part['bytes']:,}"
-        algorithm = self.hash_algorithm
-        if algorithm is not None and hash_of(algorithm, content) != part["hashes"].get(algorithm):
-            return f"its {algorithm} is not the one in the index"
-        return None
 
     def _write(self, number: int, name: str, content: bytes) -> None:
         file = self.folder / name

@@ -37,7 +37,7 @@ from llmtrain.errors import UserError
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Columns that may hold token ids; llmtrain and LLM Foundry write the first."""
 FLAG_COLUMN = "token_flags"
-"""Column of the flags of tokens (token_flags.py): uint8 [seq_len]. Only shards of conversations have it."""
+"""Column of the flags of tokens (packing.py): uint8 [seq_len]. Only shards of conversations have it."""
 NOT_MARKED = (
     "is text, of which no token is marked as trained; make the shards from conversations (`llmtrain prepare`, docs/data.md), or "
     "leave `objective` at next_token"
@@ -233,6 +233,16 @@ def hash_of(algorithm: str, content: bytes) -> str | None:
     hasher = _hasher(algorithm)()
     hasher.update(content)
     return hasher.hexdigest()
+
+
+def part_fault(part: dict[str, Any], content: bytes, algorithm: str | None) -> str | None:
+    """Difference between a file of a shard and its entry in the index, as a sentence fragment; None if there is none. algorithm:
+    the index's `hash_algorithm`."""
+    if len(content) != part["bytes"]:
+        return f"it has {len(content):,} bytes; the index says {part['bytes']:,}"
+    if algorithm is not None and hash_of(algorithm, content) != part["hashes"].get(algorithm):
+        return f"its {algorithm} is not the one in the index"
+    return None
 
 
 def _hasher(algorithm: str) -> Callable[[], Any]:

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from llmtrain.data.shards.best_fit import BestFitPacker
 from llmtrain.data.shards.index import FLAG_COLUMN
 from llmtrain.data.shards.mds_writer import ShardWriter
-from llmtrain.data.shards.packing import pack, token_dtype
-from llmtrain.data.shards.token_flags import ENDS, TRAINED, with_flags, without_flags
+from llmtrain.data.shards.packing import ENDS, TRAINED, pack, token_dtype, with_flags, without_flags
 
 TOKENS, TEXT_BYTES = "tokens", "text_bytes"
 """Columns of the shards. TEXT_BYTES, in validation only, is the UTF-8 bytes of text behind a sample's scored tokens,

@@ -72,7 +72,7 @@ class StoredStream:
         return decode_tokens(raw, entry)
 
     def flags(self, shard: int) -> NDArray[np.uint8] | None:
-        """Flags of the tokens of a shard of conversations (token_flags.py), [samples, seq_len]; None for one of texts."""
+        """Flags of the tokens of a shard of conversations (packing.py), [samples, seq_len]; None for one of texts."""
         entry = self.index.shards[shard]
         if FLAG_COLUMN not in entry["column_names"] or not all(entry["column_sizes"]):
             return None

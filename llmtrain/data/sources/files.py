@@ -158,8 +158,8 @@ def _walk_source(source: str, passed_over: PassedOver) -> Iterator[SourceFile]:
     if source == "stdlib":
         yield from _stdlib()
         return
-    if source == made_up.NAME:
-        yield _file(made_up.questions_file(), "questions.jsonl")
+    if source in made_up.SOURCES:
+        yield _file(file := made_up.records_file(source), file.name)
         return
     if is_remote(source):
         yield from _remote(source, passed_over)

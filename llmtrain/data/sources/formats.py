@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
-from llmtrain.config.regular_file import open_regular
 from llmtrain.data.sources.compression import (
     DAMAGES,
     EXTENSIONS,
@@ -16,6 +15,7 @@ from llmtrain.data.sources.compression import (
     decompress,
     is_cut_within_magic,
 )
+from llmtrain.data.sources.storage import open_file
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "arrow"]
 HEAD_BYTES = 1 << 16
@@ -90,15 +90,19 @@ def _refuse_cut(head: bytes, extension: str) -> None:
         raise EOFError(f"damaged {extension[1:]} file: it is empty")
 
 
-def is_structured(path: str, text_key: str = "text") -> bool:
-    """True if the content alone shows that a file holds records: Parquet, Arrow, JSON lines with `text_key`, any of them
-    compressed."""
+def format_of(path: str, name: str, text_key: str, from_folder: bool) -> Format | None:
+    """Format that `sniff` finds in a file; None for one that is no text or damaged, which is said where it is read."""
     try:
-        with open_regular(path) as stream:
-            found = sniff(stream, "", text_key, from_folder=True)
+        with open_file(path) as stream:
+            return sniff(stream, name, text_key, from_folder)
     except (NotText, *DAMAGES):
-        return False
-    return found.kind != "text"
+        return None
+
+
+def is_structured(path: str) -> bool:
+    """True if the content alone shows that a file holds records: Parquet, Arrow, JSON lines with `text`, any of them compressed."""
+    found = format_of(path, "", "text", from_folder=True)
+    return found is not None and found.kind != "text"
 
 
 def _kind(head: bytes, name: str, text_key: str, from_folder: bool) -> Kind:

@@ -1,4 +1,4 @@
-"""Questions about people who do not exist, and their answers: data to learn to answer with, which no network is needed for."""
+"""Data to learn to answer with, which no network is needed for: questions about people who do not exist, and sums."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import hashlib
 import itertools
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmtrain.config.locks import private_folder
 from llmtrain.config.output_folder import replace_file
 
-NAME = "made-up-questions"
-"""The source's name."""
-_PEOPLE = 24
+_PEOPLE, _NUMBERS = 24, 10
 _FIRST, _LAST = ("Mi", "To", "Sa", "Bel", "Ku"), ("ra", "lin", "vo", "dek")
 _ENDS = ("an", "or", "ib", "es", "um", "ik")
 _FACTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -51,10 +50,19 @@ def questions() -> list[dict[str, list[dict[str, str]]]]:
     return records
 
 
-def questions_file() -> Path:
-    """A file of JSON lines with the questions, in a folder of this user's for temporary files."""
-    content = "".join(f"{json.dumps(one)}\n" for one in questions()).encode()
-    file = (private_folder(NAME) or Path(tempfile.mkdtemp())) / "questions.jsonl"
+def sums() -> list[dict[str, str]]:
+    """Records with `prompt` and `completion`: all sums of two numbers below 10."""
+    return [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in itertools.product(range(_NUMBERS), repeat=2)]
+
+
+SOURCES: dict[str, Callable[[], Sequence[object]]] = {"made-up-questions": questions, "made-up-sums": sums}
+"""Records by the source's name."""
+
+
+def records_file(name: str) -> Path:
+    """A file of JSON lines with the records of a source, in a folder of this user's for temporary files."""
+    content = "".join(f"{json.dumps(one)}\n" for one in SOURCES[name]()).encode()
+    file = (private_folder(name) or Path(tempfile.mkdtemp())) / f"{name.rpartition('-')[2]}.jsonl"
     if not file.is_file() or file.read_bytes() != content:
         replace_file(file, content)
     return file

@@ -141,12 +141,7 @@ def _list_s3(root: str) -> Iterator[tuple[str, int, int]]:
 
 def _list_hub(root: str) -> Iterator[tuple[str, int, int]]:
     for path, info in _hub().find(root, detail=True).items():
-        yield path, int(info["size"]), _hub_time(info)
-
-
-def _hub_time(info: dict[str, Any]) -> int:
-    """A number that changes with the file's content: of its hash on the hub."""
-    return int(str(info.get("blob_id") or "0")[:15], 16)
+        yield path, int(info["size"]), int(str(info.get("blob_id") or "0")[:15], 16)
 
 
 @cache

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from llmtrain.data.shards.packing import token_dtype
 from llmtrain.distributed.processes import own_memory
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 BATCH_TEXT = 2 << 20
 """Characters that `tokenizers` encodes together; it needs some 40 bytes of memory for each."""
@@ -166,10 +166,6 @@ def _byte_characters() -> dict[int, str]:
 
 def _dtype(tokenizer: Tokenizer) -> str:
     return token_dtype(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:

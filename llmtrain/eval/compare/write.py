@@ -1,7 +1,5 @@
 """Files of a comparison: compare.json, .md, .csv and .png. Imports no torch."""
 
-import csv
-import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -10,8 +8,10 @@ from typing import Any
 
 from llmtrain.eval.compare.compare import Answered, Comparison, TaskComparison
 from llmtrain.eval.compare.statistics import Difference
-from llmtrain.eval.report.files import markdown_table, write_file, write_text
+from llmtrain.eval.report.files import write_text
 from llmtrain.eval.report.metrics import is_perplexity, is_share
+from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 CSV_COLUMNS = ("task", "shots", "category", "metric", "a", "b", "difference", "stderr", "low", "high", "p", "n")
 
@@ -56,13 +56,8 @@ def _fields(one: Difference) -> dict[str, Any]:
 
 def as_csv(found: Comparison) -> str:
     """Table with one row per task, category and metric, unrounded, then the gauntlet's."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(CSV_COLUMNS)
-    for place, one in _all_differences(found):
-        fields = _fields(one)
-        table.writerow([*place, *(fields[key] for key in CSV_COLUMNS[len(place) :])])
-    return text.getvalue()
+    rows = ((place, _fields(one)) for place, one in _all_differences(found))
+    return csv_text([CSV_COLUMNS, *([*place, *map(fields.get, CSV_COLUMNS[len(place) :])] for place, fields in rows)])
 
 
 def _all_differences(found: Comparison) -> Iterator[tuple[tuple[Any, ...], Difference]]:
@@ -139,7 +134,7 @@ def _documents(task: TaskComparison) -> Iterator[str]:
             yield from ("", f"{task.title}, better by {name}:", "")
             yield from markdown_table(
                 ["document", "prompt", "right", "A", "B"],
-                [[one.where, *map(_one_line, _cells(one))] for one in some],
+                [[one.where, *(" ".join(cell.split()).replace("<", "&lt;") for cell in _cells(one))] for one in some],
                 numbers=False,
             )
 
@@ -151,18 +146,9 @@ def _cells(one: Answered) -> list[str]:
     return [one.prompt, one.right, with_scores(one.a, one.log_likelihoods_a), with_scores(one.b, one.log_likelihoods_b)]
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("<", "&lt;")
-
-
 def draw(found: Comparison, path: Path) -> Path:
     """Draw the differences with their intervals and a line at zero: accuracies in percentage points, and perplexities and what
     else falls as a model improves, on a panel of their own, in percent of A's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [(f"{one.title}\n{one.metric}", one.metric, one.headline, one.lower_is_better) for one in found.tasks]
     rows += [(f"{group}\n{metric}", metric, one, found.falling[group]) for group, metric, one in _of_groups(found)]
 
@@ -185,14 +171,8 @@ def draw(found: Comparison, path: Path) -> Path:
         if some
     ]
     heights = [len(some) + 1.5 for _, some in panels]
-    figure, grid = plt.subplots(
-        len(panels),
-        1,
-        figsize=(8.0, 0.42 * sum(heights) + 1.0),
-        height_ratios=heights,
-        constrained_layout=True,
-        squeeze=False,
-    )
+    figure = new_figure(8.0, 0.42 * sum(heights) + 1.0)
+    grid = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
     for axes, (label, some) in zip(grid[:, 0], panels, strict=True):
         for place, (_, one, scale) in enumerate(some):
             if one.low is not None and one.high is not None:
@@ -206,7 +186,4 @@ def draw(found: Comparison, path: Path) -> Path:
         axes.set(xlabel=label, ylim=(len(some) - 0.5, -0.5))
         axes.grid(axis="x", alpha=0.3)
     figure.suptitle(f"B: {found.b}\nA: {found.a}\n95 % intervals", fontsize=9)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return write_file(path, picture.getvalue())
+    return save_figure(figure, path)

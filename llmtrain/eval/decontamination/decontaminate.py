@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.loader.permutation import mix
 from llmtrain.data.shards.index import TOKEN_COLUMNS
 from llmtrain.data.sources.files import PrepareError, list_files
 from llmtrain.data.sources.records import BadRecord, SetAside, read_slice, whole
@@ -21,16 +22,9 @@ from llmtrain.data.sources.token_kinds import token_kind
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.documents import AnyDocument
-from llmtrain.eval.tasks.mds import open_mds, read_mds
+from llmtrain.eval.tasks.sources import open_mds, read_mds
 
 _ROOT = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele et al. 2014), a hash of 64-bit integers."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def ngram_hashes(ids: NDArray, n: int) -> NDArray[np.uint64]:
@@ -41,12 +35,12 @@ def ngram_hashes(ids: NDArray, n: int) -> NDArray[np.uint64]:
     count = len(ids) - n + 1
     if count <= 0:
         return np.zeros(0, np.uint64)
-    mixed = _mix(ids.astype(np.uint64) + _ROOT)
+    mixed = mix(ids.astype(np.uint64))
     total = np.zeros(count, np.uint64)
     for i in range(n):
         total *= _ROOT
         total += mixed[i : i + count]
-    return _mix(total)
+    return mix(total)
 
 
 class NgramSet:

@@ -19,6 +19,7 @@ from llmtrain.eval.report.files import write_text
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run, task_runs
 from llmtrain.logs import log
+from llmtrain.tables import markdown_table
 
 _WHOLE = 0.8
 """Least share of a document's n-grams for `whole` in the report."""
@@ -167,14 +168,12 @@ def as_markdown(content: dict[str, Any]) -> str:
         f"n-grams of {content['n']} tokens, {content['tokens']:,} tokens in {content['samples']:,} samples of "
         f"{', '.join(content['data'])}",
         "",
-        f"| task | documents | long enough to check | hit | hit, % | at least {_WHOLE:.0%} of it found |",
-        "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {one['task']} | {one['documents']} | {one['checked']} | {one['hit']} | {100 * one['share']:.2f} "
-        f"| {one['whole']} |"
-        for one in content["tasks"]
+    heads = ["task", "documents", "long enough to check", "hit", "hit, %", f"at least {_WHOLE:.0%} of it found"]
+    counts = [
+        [one[key] for key in ("task", "documents", "checked", "hit", "share", "whole")] for one in content["tasks"]
     ]
+    lines += markdown_table(heads, [[*map(str, row[:4]), f"{100 * row[4]:.2f}", str(row[5])] for row in counts])
     if "failed" in content:
         lines += ["", "Not compared:", ""]
         lines += [f"- {one['task']}: {' '.join(one['reason'].split())}" for one in content["failed"]]

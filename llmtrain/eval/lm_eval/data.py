@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.code import load_function
 
@@ -142,9 +143,4 @@ def failures(lead: str) -> Iterator[None]:
     except EvalError:
         raise
     except Exception as error:
-        raise EvalError(f"{lead}: {reason(error)}") from None
-
-
-def reason(error: Exception) -> str:
-    """First line of an exception's message, or its type."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise EvalError(f"{lead}: {first_line(error)}") from None

@@ -1,6 +1,6 @@
 """A task of lm-evaluation-harness by its own class: prompts, examples, filters, metrics and aggregations are lm_eval's code.
 
-What is replaced in it: where data come from, templates (templates.py says why), and values that it would take in silence. Examples
+What is replaced in it: where data come from, templates (tasks/templates.py), and values that it would take in silence. Examples
 are read when there are some to draw, not for every task. Imports lm_eval: only for tasks that run.
 """
 
@@ -21,13 +21,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.samplers import ContextSampler, get_sampler
 from lm_eval.api.task import ConfigurableTask
 
+from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.code import load_function, references
-from llmtrain.eval.lm_eval.data import DataSet, failures, reason
+from llmtrain.eval.lm_eval.data import DataSet, failures
 from llmtrain.eval.lm_eval.settings import SEED, Settings
-from llmtrain.eval.lm_eval.templates import render
 from llmtrain.eval.lm_eval.yaml_file import Function
 from llmtrain.eval.prompts.chat import PromptStyle
+from llmtrain.eval.tasks.templates import render
 
 Record = dict[str, Any]
 
@@ -208,7 +209,7 @@ class HarnessTask(ConfigurableTask):
         except EvalError:
             raise
         except Exception as error:
-            raise EvalError(f"filter_list: a filter failed: {reason(error)}") from None
+            raise EvalError(f"filter_list: a filter failed: {first_line(error)}") from None
 
     def check_answer(self, doc: Record) -> None:
         """Check what is compared with the model's answer, before it is asked. Raises EvalError."""

@@ -16,8 +16,8 @@ from lm_eval.api import metrics
 from lm_eval.api.group import Group as LmEvalGroup
 from lm_eval.config.group import AggMetricConfig
 
+from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
-from llmtrain.eval.lm_eval.data import reason
 from llmtrain.eval.lm_eval.groups import Aggregate, Group, GroupMetric
 from llmtrain.eval.report.metrics import Estimate, Metrics, WeightedSum, estimate
 
@@ -54,7 +54,7 @@ def aggregate(name: str, function: Aggregation, items: Sequence[Any]) -> Estimat
         raise
     except Exception as error:  # values of a task's own code may be anything
         shown = getattr(function, "__name__", str(function))
-        raise EvalError(f"{name}: {shown} cannot be taken of what its documents give: {reason(error)}") from None
+        raise EvalError(f"{name}: {shown} cannot be taken of what its documents give: {first_line(error)}") from None
 
 
 def _error(function: Aggregation, items: Sequence[Any]) -> float | None:

@@ -18,9 +18,9 @@ from llmtrain.config.report import suggest
 from llmtrain.eval.errors import EvalError, prefixed
 from llmtrain.eval.lm_eval.code import references, refusal
 from llmtrain.eval.lm_eval.generation import read_generation
-from llmtrain.eval.lm_eval.templates import compiled
 from llmtrain.eval.lm_eval.yaml_file import Function
 from llmtrain.eval.prompts.encode import GenerationLimits
+from llmtrain.eval.tasks.templates import compiled
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling", "generate_until")
 

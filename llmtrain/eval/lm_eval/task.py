@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.eval.errors import EvalError, prefixed
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, prefixed, time_limit
 from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool

@@ -1,7 +1,6 @@
-"""Files that appear whole, and Markdown tables."""
+"""Files that appear whole."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.config.output_folder import replace_file
@@ -20,11 +19,3 @@ def write_text(path: Path, text: str) -> Path:
 def file_name(text: str) -> str:
     """The text, with `_` for what does not belong in a file's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> list[str]:
-    """Lines of a table. numbers: all columns but the first are aligned to the right."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
-    lines = ["| " + " | ".join(row) + " |" for row in escaped]
-    rule = "| ---: " if numbers else "| --- "
-    return [lines[0], "| --- " + rule * (len(heads) - 1) + "|", *lines[1:]]

@@ -53,7 +53,7 @@ class Gauntlet(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.rescale and not self.subtract_baseline:
-            yield Problem("rescale", True, "needs subtract_baseline: true, or 1 would not be perfect")
+            yield self.problem_at("rescale", "needs subtract_baseline: true, or 1 would not be perfect")
         if not self.categories:
             yield Problem("categories", None, "a gauntlet needs at least one category")
         for name, members in self.averages.items():

@@ -2,29 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from llmtrain.eval.lm_eval.groups import Group, GroupMetric, GroupRun, Leaf
-from llmtrain.eval.report.metrics import Estimate, Metrics
-
-
-class Result(Protocol):
-    """The part of a task's result that groups ask for."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def task(self) -> str: ...
-
-    @property
-    def shots(self) -> int: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def metrics(self) -> Metrics: ...
+from llmtrain.eval.report.metrics import Estimate, Result
 
 
 @dataclass(frozen=True)
@@ -109,7 +90,7 @@ def group_rows(groups: Sequence[GroupResult], results: Sequence[Result]) -> list
     by_title = {(one.model, one.title): one.metrics for one in results}
     alike: dict[tuple[str, tuple[str, ...], int | None], list[GroupResult]] = {}
     for one in groups:
-        alike.setdefault(_key(one), []).append(one)
+        alike.setdefault((one.group, one.parents, one.shots), []).append(one)
     rows: list[GroupRow] = []
     for same in alike.values():
         first, depth = same[0], len(same[0].parents)
@@ -134,10 +115,6 @@ def group_rows(groups: Sequence[GroupResult], results: Sequence[Result]) -> list
                 values = {model: one.values[metric] for model, one in tasks.items() if metric in one.values}
                 rows.append(GroupRow(title, metric, shown.documents, values, failed))
     return rows
-
-
-def _key(one: GroupResult) -> tuple[str, tuple[str, ...], int | None]:
-    return one.group, one.parents, one.shots
 
 
 def _indent(depth: int) -> str:

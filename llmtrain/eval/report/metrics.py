@@ -51,6 +51,39 @@ class Metrics:
         return self.values[self.headline]
 
 
+@dataclass(frozen=True)
+class Result:
+    """One cell of the table.
+
+    path: the model's folder. title: the task with its shots. asked: documents for which the model was run; responses for the others
+    were stored. seconds: time of these runs. skipped: reasons of documents that were left out, by location. style: the chat
+    template and its settings (PromptStyle.as_json); None: plain text. task_settings: Task.described.
+    """
+
+    model: str
+    path: str
+    task: str
+    shots: int
+    title: str
+    convention: str
+    dtype: str
+    metrics: Metrics
+    seconds: float
+    asked: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    style: Mapping[str, Any] | None = None
+    task_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Task that was not evaluated, by the models of these titles. title: the task with its shots."""
+
+    title: str
+    reason: str
+    models: list[str]
+
+
 def is_perplexity(metric: str) -> bool:
     """True for perplexities and bits per byte, of which lower values are better. metric: also with a filter's name."""
     name = metric.partition(",")[0]

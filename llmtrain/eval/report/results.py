@@ -1,21 +1,21 @@
 """Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
-import csv
-import io
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain import __version__
 from llmtrain.config.checksums import checksum, encode_json
-from llmtrain.eval.report import long_table
 from llmtrain.eval.report.document_scores import encode_lines
-from llmtrain.eval.report.files import file_name, markdown_table, write_file, write_text
+from llmtrain.eval.report.files import file_name, write_file, write_text
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
 from llmtrain.eval.report.groups import GroupResult, group_json, group_notes, group_rows
-from llmtrain.eval.report.metrics import Estimate, Metrics, is_share
+from llmtrain.eval.report.metrics import Estimate, Failure, Metrics, Result, is_share
+from llmtrain.pictures import new_figure, save_figure
+from llmtrain.tables import csv_text, markdown_table
 
 RESULTS = "results.json"
 DOCUMENTS = "documents"
@@ -34,39 +34,6 @@ MEANINGS = {
     "exact_match": "the answer is one of the right ones",
 }
 """Explanations of metrics; in parentheses their names in lm-evaluation-harness."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One cell of the table.
-
-    path: the model's folder. title: the task with its shots. asked: documents for which the model was run; responses for the others
-    were stored. seconds: time of these runs. skipped: reasons of documents that were left out, by location. style: the chat
-    template and its settings (PromptStyle.as_json); None: plain text. task_settings: Task.described.
-    """
-
-    model: str
-    path: str
-    task: str
-    shots: int
-    title: str
-    convention: str
-    dtype: str
-    metrics: Metrics
-    seconds: float
-    asked: int
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    style: Mapping[str, Any] | None = None
-    task_settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Task that was not evaluated, by the models of these titles. title: the task with its shots."""
-
-    title: str
-    reason: str
-    models: list[str]
 
 
 @dataclass(frozen=True)
@@ -256,14 +223,14 @@ def as_csv(report: Report) -> str:
 
     Tasks of which documents were left out have another column, with their number.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
     columns = [f"{title} {report.metric(title)}" for title in report.titles]
     averages = list(next(iter(report.scores.values())).averages) if report.scores else []
     heads = [*columns, *(f"gauntlet {name}" for name in averages)]
     gaps = [title for title in report.titles if any(one.skipped for one in report.results if one.title == title)]
     lacking = [f"{title} skipped" for title in gaps]
-    table.writerow(["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr")), *lacking])
+    table: list[list[Any]] = [
+        ["model", "convention", *(cell for head in heads for cell in (head, f"{head} stderr")), *lacking]
+    ]
     for model in report.models:
         results = {title: report.cell(model, title) for title in report.titles}
         found = [one and one.metrics.score for one in results.values()]
@@ -271,25 +238,46 @@ def as_csv(report: Report) -> str:
         found += [scores and scores.averages[name] for name in averages]
         cells = [(one.value, "" if one.stderr is None else one.stderr) if one else ("", "") for one in found]
         skipped = [len(one.skipped) if (one := results[title]) else "" for title in gaps]
-        table.writerow([model, report.results[0].convention, *(cell for pair in cells for cell in pair), *skipped])
-    return text.getvalue()
+        table.append([model, report.results[0].convention, *(cell for pair in cells for cell in pair), *skipped])
+    return csv_text(table)
 
 
 def as_long_csv(report: Report) -> str:
     """Table with one row per model, task, category and metric, unrounded."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(long_table.COLUMNS)
-    table.writerows(long_rows(report))
-    return text.getvalue()
+    return csv_text([COLUMNS, *long_rows(report)])
 
 
-def long_rows(report: Report) -> list[long_table.Row]:
-    """Rows of `long_table.COLUMNS`: every metric of every task and category, then the gauntlet's."""
-    rows = [row for one in report.results for row in long_table.task_rows(one.model, one.task, one.shots, one.metrics)]
+COLUMNS = ("model", "task", "shots", "category", "metric", "value", "stderr", "n")
+"""n: number of documents. category: empty in rows of a whole task."""
+
+
+def task_rows(model: str, task: str, shots: int, metrics: Metrics) -> Iterator[list[Any]]:
+    """All metrics of a task, the headline first, then those of its categories."""
+    sizes = Counter(one.category for one in metrics.per_document)
+    parts = [("", metrics.values, metrics.documents)]
+    parts += [(name, values, sizes[name]) for name, values in metrics.categories.items()]
+    for category, values, count in parts:
+        for metric, estimate in sorted(values.items(), key=lambda pair: pair[0] != metrics.headline):
+            yield [model, task, shots, category, metric, estimate.value, estimate.stderr, count]
+
+
+def gauntlet_rows(model: str, gauntlet: Gauntlet, scores: GauntletScores) -> Iterator[list[Any]]:
+    """Averages and categories of a gauntlet, as categories of a task `gauntlet NAME`."""
+    sizes: Counter[str] = Counter()
+    for row in scores.rows:
+        sizes[row.category] += row.metrics.documents
+    for name, members in gauntlet.named_averages().items():
+        sizes[name] = sum(sizes[member] for member in members)
+    for name, value in (scores.averages | scores.categories).items():
+        yield [model, f"gauntlet {gauntlet.name}", None, name, "score", value.value, value.stderr, sizes[name]]
+
+
+def long_rows(report: Report) -> list[list[Any]]:
+    """Rows of `COLUMNS`: every metric of every task and category, then the gauntlet's."""
+    rows = [row for one in report.results for row in task_rows(one.model, one.task, one.shots, one.metrics)]
     if report.gauntlet is not None and report.scores is not None:
         for model, scores in report.scores.items():
-            rows += long_table.gauntlet_rows(model, report.gauntlet, scores)
+            rows += gauntlet_rows(model, report.gauntlet, scores)
     for group in report.groups:
         for name, found in group.metrics.items():
             estimate = found.estimate
@@ -301,16 +289,15 @@ def long_rows(report: Report) -> list[long_table.Row]:
 
 def draw(report: Report, path: Path) -> Path | None:
     """Draw a bar chart of accuracies with standard errors, models side by side. None if there is no accuracy."""
-    titles = [title for title in report.titles if is_share(report.metric(title), *_scores(report, title))]
+    scores = {
+        title: [one.metrics.score.value for one in report.results if one.title == title] for title in report.titles
+    }
+    titles = [title for title in report.titles if is_share(report.metric(title), *scores[title])]
     if not titles:
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     width = 0.8 / len(report.models)
-    figure, axes = plt.subplots(figsize=(max(6.0, 1.2 * len(titles) + 2), 4.2), constrained_layout=True)
+    figure = new_figure(max(6.0, 1.2 * len(titles) + 2), 4.2)
+    axes = figure.subplots()
     for number, model in enumerate(report.models):
         cells = [(place, cell) for place, title in enumerate(titles) if (cell := report.cell(model, title))]
         found = [cell.metrics.score for _, cell in cells]
@@ -322,14 +309,7 @@ def draw(report: Report, path: Path) -> Path | None:
     axes.set(ylabel="percent", ylim=(0, 100), title=f"{report.name} ({report.results[0].convention} convention)")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return write_file(path, picture.getvalue())
-
-
-def _scores(report: Report, title: str) -> list[float]:
-    return [one.metrics.score.value for one in report.results if one.title == title]
+    return save_figure(figure, path)
 
 
 def truncation_note(result: Result) -> str:

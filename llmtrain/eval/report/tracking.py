@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.eval.report.document_scores import ANSWER_COLUMNS, MOST_ANSWERS, answer_rows
-from llmtrain.eval.report.long_table import COLUMNS
-from llmtrain.eval.report.metrics import Estimate
-from llmtrain.eval.report.results import Report, Result, long_rows
+from llmtrain.eval.report.metrics import Estimate, Result
+from llmtrain.eval.report.results import COLUMNS, Report, long_rows
 from llmtrain.schema.wandb import WandbConfig, go_offline_without_key
 
 

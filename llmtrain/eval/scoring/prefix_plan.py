@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
+from llmtrain.data.chat.samples import common_length
 from llmtrain.eval.scoring.batching import Limits, Row, Rows, batch_sorted
 
 
@@ -173,18 +174,6 @@ def best_runs(common: Sequence[int], cost: int) -> list[tuple[int, int, int]]:
         if open_[-1][0] < depth:
             open_.append((depth, left, gain, runs))
     return open_[0][3]
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences, by bisection."""
-    equal, different = 0, min(len(a), len(b)) + 1
-    while different - equal > 1:
-        middle = (equal + different) // 2
-        if a[equal:middle] == b[equal:middle]:
-            equal = middle
-        else:
-            different = middle
-    return equal
 
 
 def _without_root(plan: Plan, groups: list[RowGroup], limits: Limits, window: int) -> Iterator[Batch]:

@@ -113,8 +113,8 @@ class TaskConfig(Templates):
     def problems(self) -> Iterator[Problem]:
         yield from Templates.problems(self)
         if not _NAME.fullmatch(self.name):
-            yield Problem(
-                "name", self.name, "expected letters, digits, '_', '-' and '.', because files are named after it"
+            yield self.problem_at(
+                "name", "expected letters, digits, '_', '-' and '.', because files are named after it"
             )
         for name in ("category", "pmi"):
             yield from template_problems(name, getattr(self, name) or "")
@@ -154,19 +154,19 @@ class TaskConfig(Templates):
         if self.type == "instructions" and "foundry" in self.conventions:
             yield Problem("conventions", None, "LLM Foundry checks no instructions; write conventions: [lm-eval]")
         if self.source.text is not None and self.type != "perplexity":
-            yield Problem("source.text", self.source.text, f"a text file is for type perplexity, not {self.type}")
+            yield self.problem_at("source.text", f"a text file is for type perplexity, not {self.type}")
         if self.local and self.local.path is None and self.local.mds is None and self.local.text is None:
             yield Problem("local.path", None, "local is a file or folder below --data-dir: give path, mds or text")
         if self.pmi is not None and self.type != "multiple_choice":
-            yield Problem("pmi", self.pmi, f"PMI scores are for type multiple_choice, not {self.type}")
+            yield self.problem_at("pmi", f"PMI scores are for type multiple_choice, not {self.type}")
         if self.labels and self.type not in ("multiple_choice", "schema"):
             yield Problem("labels", None, f"labels are for types multiple_choice and schema, not {self.type}")
         if len(set(self.labels or ())) < len(self.labels or ()):
-            yield Problem("labels", self.labels, "a label is there twice; each names one alternative")
+            yield self.problem_at("labels", "a label is there twice; each names one alternative")
         shots = [*self.shots, *(self.foundry.shots or []), *(self.lm_eval.shots or [])]
         if self.type in WITHOUT_EXAMPLES and any(shots):
             message = f"{WITHOUT_EXAMPLES[self.type]} has no few-shot examples; leave shots out"
-            yield Problem("shots", self.shots, message)
+            yield self.problem_at("shots", message)
 
     def _templates_of_other_types(self, prefix: str, section: Templates) -> Iterator[Problem]:
         known = TEMPLATES[self.type]

@@ -70,23 +70,23 @@ Content = Choices | Schema | Continuation | Text | Question | Instructed
 
 
 class AnyDocument(Protocol):
-    """All that evaluation and decontamination ask of a document, also of one of another project's task file."""
+    """All that evaluation and decontamination ask of a document, also of one of another project's task file.
+
+    index: position among the task's documents, from 0, which identifies it in requests. where: file and line of its record.
+    record: the source's fields. text: the document with its right answer as plain text, without examples.
+    """
 
     @property
-    def index(self) -> int:
-        """Position among the task's documents, from 0; identifies the document in requests."""
+    def index(self) -> int: ...
 
     @property
-    def where(self) -> str:
-        """File and line of its record."""
+    def where(self) -> str: ...
 
     @property
-    def record(self) -> Mapping[str, Any]:
-        """The source's fields."""
+    def record(self) -> Mapping[str, Any]: ...
 
     @property
-    def text(self) -> str:
-        """The document with its right answer as plain text, without examples."""
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)

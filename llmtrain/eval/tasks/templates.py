@@ -8,14 +8,14 @@ are sandboxed: a task file from an untrusted source cannot reach the machine.
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import GeneratorType
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
-from llmtrain.eval.errors import EvalError
-from llmtrain.eval.limits import DOCUMENT_SECONDS, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, time_limit
 
 _ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
 _UNDEFINED = re.compile(r"'([^']*)' is undefined")
@@ -112,3 +112,28 @@ def _kind(value: Any) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:76] + " ..."
+
+
+def _harness_environment() -> SandboxedEnvironment:
+    """lm-evaluation-harness' environment, in the sandbox. lm_eval's own is plain: a template reaches Python's internals there, and
+    so may do whatever a program may. As there, null is the text None, and lists may be changed."""
+    made = SandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, optimized=False
+    )
+    made.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(pattern, new, text, count=count)
+    return made
+
+
+_HARNESS = _harness_environment()
+
+
+@cache
+def compiled(template: str) -> Any:
+    """A template of lm-evaluation-harness, which lm_eval compiles anew for every document."""
+    return _HARNESS.from_string(template)
+
+
+def render(template: str, record: Mapping[str, Any]) -> str:
+    """Text of a template for a record, as of `lm_eval.utils.apply_template`. Raises EvalError for one that takes too long."""
+    with time_limit(DOCUMENT_SECONDS, "a template"):
+        return compiled(template).render(record)

@@ -29,6 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain, full": {},
 }
 """Features by the name that rows of the tuning table have, causal but for those that end in `full`."""
+OTHERS = (
+    AttentionSpec(64, 8, 64, 64**-0.5, sinks=True),
+    AttentionSpec(64, 8, 64, 64**-0.5, sliding_window=128, sinks=True),
+    AttentionSpec(16, 16, 192, 192**-0.5, value_dim=128),
+)
+"""Layers of published models with what has no rows: sinks (gpt-oss), values of another width than keys (DeepSeek-V2-Lite)."""
 _BLOCK = 2048
 """Queries whose scores in float64 exist at a time."""
 
@@ -69,25 +75,28 @@ class Attention(Operation):
             raise UserError(
                 f"attention is checked with causality alone: tune `{(shape.variant or '').partition(',')[0]}`"
             )
-        given = self.pieces(shape, [t.detach() for t in (*tensors[:3], up, *tensors[3:])])
-        q, k, v, dout = (t[0].transpose(0, 1).double() for t in given[:4])
-        sinks = [t.double() for t in given[4:]]
-        out, dq, dk, dv, *dsinks = (torch.zeros_like(t) for t in (dout, q, k, v, *sinks))
-        ids, seq_len = self.ids(shape, q.device.type), shape.seq_len
-        for head in range(q.shape[0]):
-            for begin in range(0, seq_len, _BLOCK):
-                rows = slice(begin, min(begin + _BLOCK, seq_len))
+        ids, n, sinks = self.ids(shape, up.device.type), shape.spec.n_kv_heads, [t.detach() for t in tensors[3:]]
+        sinks = [t[: len(t) // n].double() for t in sinks]
+        dsinks = [torch.zeros_like(t) for t in sinks]
+        found: list[Tensor] = []
+        # The gradient of a sink is of all sequences; of the rest the last is enough.
+        for sequence in range(shape.batch) if sinks else (shape.batch - 1,):
+            given = [t.detach()[sequence, :, : t.shape[2] // n] for t in (*tensors[:3], up)]
+            q, k, v, dout = (t.transpose(0, 1).double() for t in given)
+            found = [torch.zeros_like(t) for t in (dout, q, k, v)]
+            out, dq, dk, dv = found
+            for head, begin in itertools.product(range(len(q)), range(0, shape.seq_len, _BLOCK)):
+                rows = slice(begin, min(begin + _BLOCK, shape.seq_len))
                 own = [q[head, rows], k[0, : rows.stop], v[0, : rows.stop], *(t[head] for t in sinks)]
                 leaves = base.leaves([t.clone() for t in own])
-                part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[-1])
+                part = _rows(shape.spec, head, begin, leaves, None if ids is None else ids[sequence])
                 out[head, rows] = part.detach()
-                grads = torch.autograd.grad(part, leaves, dout[head, rows])
-                dq[head, rows] = grads[0]
-                dk[0, : rows.stop] += grads[1]
-                dv[0, : rows.stop] += grads[2]
-                for total, grad in zip(dsinks, grads[3:], strict=True):
+                dq[head, rows], d_k, d_v, *d_sinks = torch.autograd.grad(part, leaves, dout[head, rows])
+                dk[0, : rows.stop] += d_k
+                dv[0, : rows.stop] += d_v
+                for total, grad in zip(dsinks, d_sinks, strict=True):
                     total[head] += grad
-        return [*(t.transpose(0, 1)[None] for t in (out, dq, dk, dv)), *dsinks]
+        return [*(t.transpose(0, 1)[None] for t in found), *dsinks]
 
     def work(self, shape: Shape) -> tuple[Work, Work]:
         """FLOP: 4 head_dim per visible pair and head, in the backward 2.5 times as many. Bytes: of q, k, v and the output; in
@@ -106,7 +115,8 @@ class Attention(Operation):
         spec = shape.spec
         if shape.variant is not None:
             return f"head_dim {spec.head_dim}" + f" {shape.variant}" * (shape.variant != "plain")
-        return f"{spec.n_heads} on {spec.n_kv_heads} x {spec.head_dim} {features(spec)}"
+        width = f"/{spec.width}" if spec.width != spec.head_dim else ""
+        return f"{spec.n_heads} on {spec.n_kv_heads} x {spec.head_dim}{width} {features(spec)}"
 
     def shapes(self, tiny: bool) -> Iterator[Shape]:
         if tiny:
@@ -117,6 +127,8 @@ class Attention(Operation):
         for head_dim, variant in [(64, "plain"), (128, "plain"), *others]:
             for seq_len in base.LENGTHS:
                 yield self.sized(head_dim, seq_len, variant)
+        for spec, seq_len in itertools.product(OTHERS, base.LENGTHS):
+            yield Shape(spec, max(1, base.TOKENS // seq_len), seq_len)
 
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         spec = AttentionSpec(4, 4, 64, 0.125, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Products of groups of rows in Triton: rows of an expert, gathered from tokens and scattered to them, with the activation inside.
+"""Products of groups of rows in Triton: rows of an expert, gathered from tokens and scattered to slots.
 
 A row is one meeting of a token with an expert, sorted by expert; `slots` [N] is the number of each among T * top_k, whose quotient
 by top_k is the token. `ends` [n_experts] is one behind each expert's last row. The host knows neither: a grid has as many programs
@@ -162,6 +162,28 @@ def activate_backward(
     tl.store(d_weights + slot, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
+@triton.jit
+def _rows_product(
+    total, left, right, slots, start, end, m, n, M, N, top_k,
+    GATHER_LEFT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """total + left^T right over the BLOCK_K rows from start on, or with WHOLE False over those before end."""
+    rows = start + tl.arange(0, BLOCK_K)
+    of_m, of_n = m < M, n < N
+    if WHOLE:
+        tokens = tl.load(slots + rows) // top_k
+        left_mask, right_mask = of_m[:, None], of_n[None, :]
+    else:
+        inside = rows < end
+        tokens = tl.load(slots + rows, mask=inside, other=0) // top_k
+        left_mask, right_mask = of_m[:, None] & inside[None, :], inside[:, None] & of_n[None, :]
+    of_left = (tokens if GATHER_LEFT else rows).to(tl.int64)
+    of_right = (rows if GATHER_LEFT else tokens).to(tl.int64)
+    x = tl.load(left + of_left[None, :] * M + m[:, None], mask=left_mask, other=0.0)
+    y = tl.load(right + of_right[:, None] * N + n[None, :], mask=right_mask, other=0.0)
+    return tl.dot(x, y, total, input_precision="ieee")
+
+
 @jit
 def weight_gradient(
     left, right, slots, ends, out, M, N, tiles_n, top_k,
@@ -174,17 +196,12 @@ def weight_gradient(
     n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
+    rest = begin + (end - begin) // BLOCK_K * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        rows = start + tl.arange(0, BLOCK_K)
-        inside = rows < end
-        tokens = (tl.load(slots + rows, mask=inside, other=0) // top_k).to(tl.int64)
-        rows = rows.to(tl.int64)
-        of_left = tokens if GATHER_LEFT else rows
-        of_right = rows if GATHER_LEFT else tokens
-        x = tl.load(left + of_left[None, :] * M + m[:, None], mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        y = tl.load(right + of_right[:, None] * N + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        total = tl.dot(x, y, total, input_precision="ieee")
+    for start in range(begin, rest, BLOCK_K):
+        total = _rows_product(total, left, right, slots, start, end, m, n, M, N, top_k, GATHER_LEFT, True, BLOCK_K)
+    if rest < end:
+        total = _rows_product(total, left, right, slots, rest, end, m, n, M, N, top_k, GATHER_LEFT, False, BLOCK_K)
     to = out + (expert.to(tl.int64) * M + m[:, None]) * N + n[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 

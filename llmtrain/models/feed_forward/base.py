@@ -11,7 +11,7 @@ from torch import Tensor
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.context import BlockContext
 from llmtrain.models.layer_part import LayerPart
-from llmtrain.models.sections.feed_forward import FeedForwardSection
+from llmtrain.models.sections.feed_forward import Carried, FeedForwardSection
 
 
 class FeedForward(LayerPart):
@@ -24,7 +24,9 @@ class FeedForward(LayerPart):
         """dtype: of activations in the kernels. platform: as HybridLM's; None: in plain PyTorch."""
         super().__init__()
         self.kept_products = tuple(section.kept_products(d_model))
+        self.carries: Carried = section.carries
 
     @abstractmethod
-    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
-        """context: of the layer."""
+    def forward(self, x: Tensor, context: BlockContext, *carried: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """context: of the layer. carried: where `carries` says that the layer reads one, what the last layer that hands on a value
+        handed on, [batch, T, channels]. Returns the output; where it hands on a value, (output, value), in the dtype of x."""

@@ -1,11 +1,13 @@
 """The dense feed-forward layer: two matrices, or three with a gate."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels.glu.reference import ACTIVATIONS, GATED, UNGATED
@@ -13,6 +15,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.models.context import BlockContext
 from llmtrain.models.costs import Flops
 from llmtrain.models.feed_forward.base import FeedForward
+from llmtrain.models.init import InitScale, Rule, constant
 from llmtrain.models.layers import NO_CHANGES, Change, Linear, multiplied, product
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.tensor_parallel import Part, TensorRanks
@@ -27,6 +30,10 @@ class MLP(FeedForward):
 
     outputs = ("w_out",)
 
+    @property
+    def fp32_parameters(self) -> Collection[str]:
+        return () if self.xielu is None else ("xielu.alpha_p", "xielu.alpha_n")
+
     def __init__(
         self,
         section: MLPSection,
@@ -37,7 +44,11 @@ class MLP(FeedForward):
     ):
         super().__init__(section, d_model, platform, dtype)
         self.gated = section.gated
-        self.activation = ACTIVATIONS[GATED[section.type]] if section.gated else UNGATED[section.type]
+        self.xielu = XIELU() if section.type == "xielu" else None
+        if self.xielu is not None:
+            self.activation = self.xielu.activate
+        else:
+            self.activation = ACTIVATIONS[GATED[section.type]] if section.gated else UNGATED[section.type]
         self.glu = gated_unit(section.type, platform)
         self.activation_multiplier, self.out_multiplier = section.activation_multiplier, section.out_multiplier
         self.parts = [section.d_ff] * (2 if section.gated else 1)  # gate and up
@@ -80,6 +91,29 @@ class MLP(FeedForward):
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         return self.w_in.flops(seq_len) + self.w_out.flops(seq_len)
+
+
+class XIELU(nn.Module):
+    """xIELU (arXiv:2411.13010): beta x + softplus(alpha_p) x^2 above 0, and below beta x + (beta + softplus(alpha_n)) *
+    (e^min(x, eps) - 1 - x). Its two numbers stay fp32: read as attributes; there is no forward."""
+
+    beta, eps = 0.5, -1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+
+    def init_rules(self, scale: InitScale) -> dict[str, Rule]:
+        """Both factors are 0.8 at first."""
+        starts = {"alpha_p": 0.8, "alpha_n": 0.8 - self.beta}
+        return {name: constant(math.log(math.expm1(start))) for name, start in starts.items()}
+
+    def activate(self, x: Tensor) -> Tensor:
+        """[..., d_ff] -> like x, computed in fp32 or wider."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        curved = torch.where(wide > 0, above * wide * wide, (torch.expm1(wide.clamp(max=self.eps)) - wide) * below)
+        return (curved + self.beta * wide).to(x.dtype)
 
 
 def gated_unit(kind: str, platform: Platform | None) -> Callable[[Tensor], Tensor] | None:

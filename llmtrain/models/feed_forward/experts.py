@@ -17,7 +17,7 @@ from llmtrain.models.costs import Flops, Work
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.feed_forward.dense import MLP
 from llmtrain.models.feed_forward.exchange import ExpertRanks, Travel, eager
-from llmtrain.models.feed_forward.routers import Router, Routing, route
+from llmtrain.models.feed_forward.routers import Router, RouterMLP, Routing, route
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.layers import Linear
 from llmtrain.models.sections.experts import ExpertsSection
@@ -89,17 +89,22 @@ class Experts(FeedForward):
         self.backend = registry.resolve(kernel.operation, kernel.backend, kernel.spec, self.platform)
         self.kernel = self.backend.build(kernel.spec, self.platform)
         self.expert_ranks: ExpertRanks | None = None
-        self.router = Router(section.n_experts, d_model, section.router.bias)
+        choices, of_router = section.choices, section.router
+        self.router = (
+            Router(choices, d_model, of_router.bias)
+            if of_router.mlp is None
+            else RouterMLP(choices, d_model, of_router.mlp)
+        )
         self.latent_in = None if section.latent is None else Linear(d_model, width)
         self.experts = ExpertWeights(section, width)
         self.latent_out = None if section.latent is None else Linear(width, d_model, residual=True)
         self.shared = None if section.shared is None else MLP(section.shared, d_model, platform, dtype)
         self.shared_gate = Linear(d_model, 1) if section.shared_gate else None
         if section.router.choice_bias:
-            self.register_buffer("choice_bias", torch.zeros(section.n_experts))
-        self.register_buffer("load", torch.zeros(section.n_experts), persistent=False)
+            self.register_buffer("choice_bias", torch.zeros(choices))
+        self.register_buffer("load", torch.zeros(choices), persistent=False)
         pooled = section.balance.weight > 0 and section.balance.over == "model"
-        self.pooling = section.n_experts if pooled else None
+        self.pooling = choices if pooled else None
 
     @property
     def fp32_parameters(self) -> Collection[str]:
@@ -139,21 +144,24 @@ class Experts(FeedForward):
         """The choice of experts, and how many rows come from where: rows that are sent again shall be those that were sent."""
         return {"aten.topk.default", "llmtrain.exchange_counts.default"}
 
-    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext, *carried: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         tokens, router = x.flatten(0, -2), self.section.router
         trained = torch.is_grad_enabled() and context.losses is not None
-        logits = self.router.logits(tokens, router.jitter if self.training and torch.is_grad_enabled() else 0.0)
+        jitter = router.jitter if self.training and torch.is_grad_enabled() else 0.0
+        logits, state = self.router.logits(tokens, jitter, *(one.flatten(0, -2) for one in carried))
         routing = route(router, self.section.top_k, logits, self.choice_bias if router.choice_bias else None)
+        chosen, weights = routing.met(router, self.section.n_experts)
         z = tokens if self.latent_in is None else self.latent_in(tokens)
         if self.expert_ranks is None:
-            y, beside = self.experts(self.kernel, z, routing.chosen, routing.weights), self._beside(x)
+            y, beside = self.experts(self.kernel, z, chosen, weights), self._beside(x)
         else:
-            travel = self.expert_ranks.begin(z, routing.chosen, self.section.n_experts)
+            travel = self.expert_ranks.begin(z, chosen, self.section.n_experts)
             beside = self._beside(x)  # meanwhile
-            y = self._exchanged(travel, routing.weights)
+            y = self._exchanged(travel, weights)
         y = y if self.latent_out is None else self.latent_out(y)
         y = y if beside is None else y + beside
-        return (self._attach(y, logits, routing, context.losses) if trained else y).view_as(x)
+        y = (self._attach(y, logits, routing, context.losses) if trained else y).view_as(x)
+        return y if state is None else (y, state.view(*x.shape[:-1], -1))
 
     def _beside(self, x: Tensor) -> Tensor | None:
         """The output [T, d_model] of the MLP that every token meets."""
@@ -184,7 +192,7 @@ class Experts(FeedForward):
             return y
         every = section.balance.tokens == "step"
         load = _over_ranks(load + self.load) if every else losses.over_sharers(load)
-        share, factor = load / load.sum(), section.balance.weight * section.n_experts
+        share, factor = load / load.sum(), section.balance.weight * section.choices
         mean = routing.scores.mean(0)
         if self.pooling is None:
             return attach_loss(y, factor * (share * mean).sum(), losses, "balance")
@@ -200,7 +208,7 @@ class Experts(FeedForward):
     def metrics(self) -> dict[str, Tensor]:
         """Experts' shares of the step's tokens, the largest and the smallest over the mean, and their entropy over that of a
         balanced load."""
-        share, n = self.load / self.load.sum(), self.section.n_experts
+        share, n = self.load / self.load.sum(), self.section.choices
         entropy = torch.special.entr(share).sum() / torch.log(torch.tensor(float(max(n, 2))))
         found = {"load_max": share.max() * n, "load_min": share.min() * n, "load_entropy": entropy}
         return found | ({f"load_{i}": one for i, one in enumerate(share)} if n <= _LOGGED_LOADS else {})
@@ -218,7 +226,7 @@ class Experts(FeedForward):
         for weight, part, trained in (
             (experts.w_in, self.section.top_k, experts.is_trained("w_in")),
             (experts.w_out, self.section.top_k, experts.is_trained("w_out")),
-            (self.router.weight, share, self.router.weight.requires_grad),
+            *((weight, share, weight.requires_grad) for weight in self.router.matrices()),
         ):
             work = Work(projection=2 * seq_len * weight.numel() * part // share)
             total += Flops.with_weight(work, trained)

@@ -30,7 +30,7 @@ _FAMILIES = {
         *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
         *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
         *("deepseek_v2", "deepseek_v3"),
-        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe"),
+        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya", "ministral", "ernie4_5"),
     )
 }
 
@@ -70,7 +70,8 @@ class Part:
     copies: further names of the same tensor in checkpoints: tied tensors, and older spellings.
         Read when `name` is absent, compared with it when both are present, never written.
     order: numbers of its rows in our order; empty: the same order (hf/row_orders.py). transposed: its last two dimensions are
-        exchanged with respect to ours. rows: the dimension of rows, after that.
+        exchanged with respect to ours. rows: the dimension of rows, after that. value: of a constant, which files hold beside the
+        weights and no parameter of ours is made of.
     """
 
     name: str
@@ -79,17 +80,23 @@ class Part:
     order: tuple[int, ...] = ()
     transposed: bool = False
     rows: int = 0
+    value: float | None = None
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        """Elements of our parameter."""
+        return math.prod(self.shape) if self.value is None else 0
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.copies)
 
     def flatten(self, published: Tensor) -> Tensor:
-        """The elements in our order, [size]."""
+        """The elements in our order, [size]. Raises UserError for a constant that is another one."""
+        if self.value is not None:
+            if not math.isclose(float(published), self.value, rel_tol=1 / 128):  # it may be rounded to bf16
+                raise UserError(f"tensor {self.name} is {float(published):g}; there is only {self.value:g}")
+            return published.new_empty(0)
         ours = published.mT if self.transposed else published
         if self.order:
             ours = ours.index_select(self.rows, torch.tensor(self.order, device=ours.device))
@@ -97,6 +104,8 @@ class Part:
 
     def unflatten(self, ours: Tensor) -> Tensor:
         """The inverse of `flatten`: a view where the order is the same."""
+        if self.value is not None:
+            return torch.full(self.shape, self.value, dtype=ours.dtype, device=ours.device)
         *outer, rows, columns = self.shape if self.transposed else (*self.shape, 1)
         ours = ours.view(*outer, columns, rows) if self.transposed else ours.view(self.shape)
         if self.order:
@@ -124,8 +133,8 @@ class Weight:
 
     @property
     def reordered(self) -> bool:
-        """True where rows stand in another order there."""
-        return any(part.order or part.transposed for part in self.parts)
+        """True where rows stand in another order there, or constants beside them."""
+        return any(part.order or part.transposed or part.value is not None for part in self.parts)
 
     def join(self, published: Mapping[str, Tensor]) -> Tensor:
         """Concatenate published tensors, given by name. Raises UserError for one that is absent or has another shape, and
@@ -138,10 +147,12 @@ class Weight:
 
     def shape_in_file(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The shape that a part must have. shapes: of the published tensors, by name."""
+        if not self.cut_anywhere:
+            return part.shape
         found = [shapes.get(one.name, (0,)) for one in self.parts]
         alike = all(shape[1:] == part.shape[1:] for shape in found)
         rows, expected = (sum(shape[0] for shape in of) for of in (found, [one.shape for one in self.parts]))
-        return shapes[part.name] if self.cut_anywhere and alike and rows == expected else part.shape
+        return shapes[part.name] if alike and rows == expected else part.shape
 
     def split(self, ours: Tensor) -> dict[str, Tensor]:
         """Split our parameter into published tensors by name, as views where the layout allows."""

@@ -28,7 +28,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 """Types of layers in layer_types: attention without and with a window, and a recurrence."""
 # hidden_act -> the type of an MLP, gated or of two matrices; the first of several spellings is written.
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-_PLAIN = {"gelu": "gelu", "relu2": "relu2"}
+_PLAIN = {"gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}
 for _spelling in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
     _GATED[_spelling], _PLAIN[_spelling] = "geglu_tanh", "gelu_tanh"
 

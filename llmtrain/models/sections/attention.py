@@ -63,10 +63,10 @@ class AttentionSection(BlockSection):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.n_heads % self.kv_heads:
-            yield Problem("n_kv_heads", self.n_kv_heads, f"must divide n_heads ({self.n_heads})")
+            yield self.problem_at("n_kv_heads", f"must divide n_heads ({self.n_heads})")
         if self.position.type == "rotary" and self.head_dim:
             if self.position.fraction == 1 and self.head_dim % 2:
-                yield Problem("head_dim", self.head_dim, "rotary positions need an even head_dim")
+                yield self.problem_at("head_dim", "rotary positions need an even head_dim")
             yield from self._fraction_problems(self.position, self.head_dim)
 
     def _fraction_problems(self, rotary: RotaryPosition, head_dim: int) -> Iterator[Problem]:
@@ -131,11 +131,11 @@ class AttentionSection(BlockSection):
         width = self.input_width(d_model)
         if self.head_dim is None and width % self.n_heads:
             text = "2 * d_model" if width != d_model else "d_model"
-            yield Problem("n_heads", self.n_heads, f"must divide {text} = {width}, or head_dim must be given")
+            yield self.problem_at("n_heads", f"must divide {text} = {width}, or head_dim must be given")
         elif self.head_dim is None and self.position.type == "rotary":
             head_dim = width // self.n_heads
             if self.position.fraction == 1 and head_dim % 2:
-                yield Problem("n_heads", self.n_heads, f"gives head_dim {head_dim}; rotary positions need an even one")
+                yield self.problem_at("n_heads", f"gives head_dim {head_dim}; rotary positions need an even one")
             yield from self._fraction_problems(self.position, head_dim)
 
     def describe(self, d_model: int) -> str:

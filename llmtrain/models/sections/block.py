@@ -9,7 +9,7 @@ from llmtrain.config.base import ByType, PositiveFloat, Problem
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.experts import ExpertsSection
-from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection, ImplementedSection, Kernel
+from llmtrain.models.sections.feed_forward import Carried, Divided, FeedForwardSection, ImplementedSection, Kernel
 from llmtrain.models.sections.layers import NormConfig
 
 MLP = Annotated[MLPSection | ExpertsSection, ByType("swiglu")]
@@ -29,12 +29,23 @@ class BlockSection(ImplementedSection):
     """Mixer and MLP read the same input, each through its own norm, rather than the MLP the mixer's result (GPT-NeoX)."""
     residual_multiplier: PositiveFloat = 1.0
     """Factor of what the mixer, and then the MLP, adds to the residual stream (Granite)."""
+    residual_scaling: bool = False
+    """Wherever the mixer's or the MLP's output is added to the residual stream, either summand has a learned bias, and behind it a
+    learned factor, for each channel (ZAYA1)."""
     input_multiplier: PositiveFloat = 1.0
     """Factor of what the mixer reads, behind the norm (Falcon-H1)."""
 
     def problems(self) -> Iterator[Problem]:
         if self.parallel and self.mlp is None:
-            yield Problem("parallel", True, "needs an mlp beside the mixer; give one, or set parallel: false")
+            yield self.problem_at("parallel", "needs an mlp beside the mixer; give one, or set parallel: false")
+        if self.parallel and self.residual_scaling:
+            text = "scales one branch after another; set parallel: false, or residual_scaling: false"
+            yield self.problem_at("residual_scaling", text)
+
+    @property
+    def carries(self) -> Carried:
+        """The value that goes from layer to layer beside the hidden states, where this one reads or hands on one."""
+        return Carried() if self.mlp is None else self.mlp.carries
 
     @property
     def shared_copies(self) -> int:
@@ -126,6 +137,7 @@ class BlockSection(ImplementedSection):
         parts += ["; parallel"] if self.parallel else []
         parts += [f"; norms {'on both sides' if place == 'both' else place}"] if place != "before" else []
         parts += [f"; residual x {self.residual_multiplier:g}"] if self.residual_multiplier != 1 else []
+        parts += ["; scaled residuals"] if self.residual_scaling else []
         parts += [f"; input x {self.input_multiplier:g}"] if self.input_multiplier != 1 else []
         return "".join(parts)
 
@@ -140,10 +152,10 @@ class BlockSection(ImplementedSection):
         for part in (self, *([self.mlp] if self.mlp else [])):
             saved += SavedBytes(0, products=width * sum(part.kept_products(d_model).values()))
         saved = saved + self.mlp.saved_bytes(d_model, width) if self.mlp else saved
-        if (self.norm or norm).place != "both":
-            return saved
-        # Of each branch also the second norm's input; its output is summed at once.
-        return saved + SavedBytes((1 + (self.mlp is not None)) * width * d_model)
+        # Of each branch, with norms on both sides, also the second norm's input (its output is summed at once), and where residuals
+        # are scaled both summands.
+        further = ((self.norm or norm).place == "both") + 2 * self.residual_scaling
+        return saved + SavedBytes(further * (1 + (self.mlp is not None)) * width * d_model)
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Tensors that training keeps of the norm and the mixer, per token, for the memory estimate; the MLP adds its own.

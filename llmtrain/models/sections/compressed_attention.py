@@ -38,7 +38,7 @@ class CompressedAttentionBlock(AttentionSection):
         head_dim = self.head_dim or d_model // self.n_heads
         if self.kv_heads * head_dim % 2:
             text = f"gives values an odd number of channels ({self.kv_heads} x {head_dim}), of which half are delayed"
-            yield Problem("head_dim", self.head_dim, text)
+            yield self.problem_at("head_dim", text)
 
     def divided(self, d_model: int) -> list[Divided]:
         """Heads of keys are not repeated: each reads all queries that it serves."""

@@ -8,13 +8,15 @@ from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection
 
 
 class MLPSection(FeedForwardSection):
-    """Feed-forward layer of two matrices (`gelu`, `gelu_tanh`, `relu2`) or gated, of three (`swiglu`, `geglu`, `geglu_tanh`)."""
+    """Feed-forward layer of two matrices (`gelu`, `gelu_tanh`, `relu2`, `xielu`) or gated, of three (`swiglu`, `geglu`,
+    `geglu_tanh`)."""
 
     implementation: ClassVar[str] = "llmtrain.models.feed_forward.dense:MLP"
     chunkable: ClassVar[bool] = True
 
-    type: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
-    """`_tanh` is the approximation of GELU by tanh (arXiv:1606.08415); relu2 is relu(x)^2 (Primer, arXiv:2109.08668)."""
+    type: Literal["gelu", "gelu_tanh", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "swiglu"
+    """`_tanh` is the approximation of GELU by tanh (arXiv:1606.08415); relu2 is relu(x)^2 (Primer, arXiv:2109.08668).
+    xielu is x / 2 + a x^2 above 0 and x / 2 + b (e^x - 1 - x) below, a and b learned in each layer (arXiv:2411.13010)."""
     d_ff: Width
     """Hidden width."""
     bias: bool = False

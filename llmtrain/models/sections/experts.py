@@ -9,7 +9,19 @@ from llmtrain.config.base import ByType, NonNegativeFloat, PositiveFloat, Proble
 from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.models.costs import SavedBytes
 from llmtrain.models.sections.dense import MLPSection
-from llmtrain.models.sections.feed_forward import Divided, FeedForwardSection, Kernel
+from llmtrain.models.sections.feed_forward import Carried, Divided, FeedForwardSection, Kernel
+
+
+class RouterMLPSection(Section):
+    """A router of its own width (ZAYA1, arXiv:2511.17127): a projection of the token, with a bias, is its state, and the logits are
+    those of an MLP with two hidden layers, behind an RMSNorm of the state."""
+
+    width: Width
+    """Channels of the state and of both hidden layers."""
+    previous: bool = False
+    """To the state is added that of the last layer before with such a router, times a learned factor for each channel."""
+    eps: PositiveFloat = 1e-5
+    """Of the norm."""
 
 
 class RouterSection(Section):
@@ -24,6 +36,10 @@ class RouterSection(Section):
     """Factor of the weights, behind their sum."""
     bias: bool = False
     """The linear map to the logits has a bias."""
+    mlp: RouterMLPSection | None = None
+    """In place of the linear map."""
+    skip: bool = False
+    """Beside the experts there is one more choice, which is none: a token that makes it adds nothing (ZAYA1)."""
     choice_bias: bool = False
     """Each expert has a number that is added to its score for the choice alone, without a gradient: it balances the load without
     a loss (arXiv:2408.15664). See bias_rate."""
@@ -39,12 +55,12 @@ class RouterSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.top_groups > self.groups:
-            yield Problem("top_groups", self.top_groups, f"exceeds groups ({self.groups}); use fewer")
+            yield self.problem_at("top_groups", f"exceeds groups ({self.groups}); use fewer")
+        if self.bias and self.mlp is not None:
+            yield self.problem_at("bias", "is of the linear map, in whose place there is an mlp; set bias: false")
         if self.bias_rate and not self.choice_bias:
-            yield Problem(
-                "bias_rate",
-                self.bias_rate,
-                "changes numbers that are not there; set choice_bias: true, or bias_rate: 0",
+            yield self.problem_at(
+                "bias_rate", "changes numbers that are not there; set choice_bias: true, or bias_rate: 0"
             )
 
 
@@ -91,20 +107,34 @@ class ExpertsSection(FeedForwardSection):
     def problems(self) -> Iterator[Problem]:
         router, n = self.router, self.n_experts
         if self.top_k > n:
-            yield Problem("top_k", self.top_k, f"exceeds n_experts ({n}); use fewer")
+            yield self.problem_at("top_k", f"exceeds n_experts ({n}); use fewer")
+        if router.skip and self.top_k > 1:
+            yield self.problem_at("router.skip", f"is for top_k: 1, not {self.top_k}; set skip: false")
+        if router.skip and router.groups > 1:
+            yield self.problem_at("router.skip", "is in no group of experts; set groups: 1, or skip: false")
         if n % router.groups:
-            yield Problem("router.groups", router.groups, f"does not divide n_experts ({n})")
+            yield self.problem_at("router.groups", f"does not divide n_experts ({n})")
         elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
-            yield Problem("router.groups", router.groups, f"leaves one expert to a group of {n}; use fewer, or 1")
+            yield self.problem_at("router.groups", f"leaves one expert to a group of {n}; use fewer, or 1")
         elif self.top_k > n // router.groups * router.top_groups:
             room = n // router.groups * router.top_groups
-            yield Problem(
-                "top_k", self.top_k, f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
+            yield self.problem_at(
+                "top_k", f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
             )
         if self.shared_gate and self.shared is None:
-            yield Problem(
-                "shared_gate", True, "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
+            yield self.problem_at(
+                "shared_gate", "needs an MLP to multiply; give `shared` a d_ff, or set shared_gate: false"
             )
+
+    @property
+    def choices(self) -> int:
+        """Number of the router's logits."""
+        return self.n_experts + self.router.skip
+
+    @property
+    def carries(self) -> Carried:
+        mlp = self.router.mlp
+        return Carried() if mlp is None else Carried(mlp.width * mlp.previous, mlp.width)
 
     def spec(self, d_model: int, dtype: str = "bfloat16") -> ExpertsSpec:
         width = self.latent or d_model
@@ -126,6 +156,8 @@ class ExpertsSection(FeedForwardSection):
         # input and output, scores in fp32 and their number by number products, order and weights.
         rows = self.top_k * (width * (2 * spec.d_model + spec.d_in + spec.d_ff) + 32)
         total = SavedBytes(rows + width * (2 * d_model + 2 * (self.latent or 0)) + 12 * self.n_experts + 4 * d_model)
+        # Of a router's MLP in fp32: its state, the norm's output, input and output of both activations; what it hands on.
+        total += SavedBytes((4 * 6 + width) * self.carries.hands_on)
         if self.shared is not None:
             total += self.shared.saved_bytes(d_model, width) + SavedBytes(-width * d_model)
         return total
@@ -137,6 +169,9 @@ class ExpertsSection(FeedForwardSection):
         router = self.router
         kind = router.type + ("" if router.renormalize else ", not renormalised")
         parts = [f"{self.top_k} of {self.n_experts} {self.activation} experts of {self.d_ff} ({kind})"]
+        if router.mlp is not None:
+            parts[0] += f" by an MLP of {router.mlp.width}" + " and the state before" * router.mlp.previous
+        parts[0] += ", or none" * router.skip
         parts += [f"latent {self.latent}"] if self.latent else []
         parts += (
             [f"{'gated ' if self.shared_gate else ''}shared {self.shared.describe(d_model)}"] if self.shared else []

@@ -30,6 +30,14 @@ class Divided(NamedTuple):
         return self.count % ranks == 0 or (self.repeats and ranks % self.count == 0)
 
 
+class Carried(NamedTuple):
+    """Channels of the value that goes from layer to layer beside the hidden states: `reads`, of the one that a layer needs, and
+    `hands_on`, of the one that the next layers get in its place. 0: none."""
+
+    reads: int = 0
+    hands_on: int = 0
+
+
 class ImplementedSection(Section):
     """A section with a module of its own, and the `type` that names it, which a subclass declares as its own Literal.
 
@@ -54,6 +62,11 @@ class FeedForwardSection(ImplementedSection):
     """The layer can read a part of a sequence's tokens at a time (train.activation_checkpointing.mlp_tokens)."""
     without_function: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing of what is computed from given weights."""
+
+    @property
+    def carries(self) -> Carried:
+        """The value that goes from layer to layer, where this layer reads or hands on one. Default: neither."""
+        return Carried()
 
     def kernel(self, d_model: int, dtype: str = "bfloat16") -> Kernel | None:
         """The kernel that `backend` chooses, to be checked before a model is built; None for a layer without backends."""

@@ -35,11 +35,11 @@ class Float8Config(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.all_gather and self.recipe != "tensorwise":
-            yield Problem("all_gather", self.all_gather, "needs recipe: tensorwise, whose scales all ranks share")
+            yield self.problem_at("all_gather", "needs recipe: tensorwise, whose scales all ranks share")
         if self.casts == "triton" and self.recipe != "tensorwise":
-            yield Problem("casts", self.casts, "needs recipe: tensorwise; use compiled")
+            yield self.problem_at("casts", "needs recipe: tensorwise; use compiled")
         if self.casts == "triton" and self.emulate:
-            yield Problem("casts", self.casts, "emulate computes without them; use compiled")
+            yield self.problem_at("casts", "emulate computes without them; use compiled")
 
     @property
     def gathers(self) -> bool:

@@ -48,7 +48,7 @@ class DeltaRuleBlock(BlockSection):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.dt_min > self.dt_max:
-            yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
+            yield self.problem_at("dt_min", f"must not exceed dt_max ({self.dt_max})")
         if self.a_init_range[0] > self.a_init_range[1]:
             yield Problem("a_init_range", list(self.a_init_range), "must be [low, high] with low <= high")
 
@@ -103,7 +103,7 @@ class GatedDeltaNetBlock(DeltaRuleBlock):
 
     def problems(self) -> Iterator[Problem]:
         if self.n_heads % self.key_heads:
-            yield Problem("n_key_heads", self.n_key_heads, f"must divide n_heads ({self.n_heads})")
+            yield self.problem_at("n_key_heads", f"must divide n_heads ({self.n_heads})")
         yield from super().problems()
 
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:

@@ -60,11 +60,9 @@ class LatentAttentionBlock(BlockSection):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.position.type == "rotary" and self.rope_dim % 2:
-            yield Problem("rope_dim", self.rope_dim, "rotary positions need an even number")
+            yield self.problem_at("rope_dim", "rotary positions need an even number")
         if self.position.type == "rotary" and self.position.fraction != 1:
-            yield Problem(
-                "position.fraction", self.position.fraction, "rope_dim says which channels are rotated; use 1"
-            )
+            yield self.problem_at("position.fraction", "rope_dim says which channels are rotated; use 1")
 
     def function(self, d_model: int, norm: NormConfig) -> dict[str, Any]:
         return super().function(d_model, norm) | {"softmax_scale": self.spec().scale}

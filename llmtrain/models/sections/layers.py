@@ -37,7 +37,7 @@ class NormConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.type == "rmsnorm" and self.bias:
-            yield Problem("bias", True, "RMSNorm has no bias; set bias: false or type: layernorm")
+            yield self.problem_at("bias", "RMSNorm has no bias; set bias: false or type: layernorm")
 
     def spec(self, dim: int, dtype: str = "bfloat16") -> NormSpec:
         """The kernel's view of a norm over `dim` channels."""
@@ -81,9 +81,7 @@ class Llama3Scaling(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.low_freq_factor >= self.high_freq_factor:
-            yield Problem(
-                "low_freq_factor", self.low_freq_factor, f"must be below high_freq_factor ({self.high_freq_factor})"
-            )
+            yield self.problem_at("low_freq_factor", f"must be below high_freq_factor ({self.high_freq_factor})")
 
 
 class YarnScaling(Section):
@@ -107,7 +105,7 @@ class YarnScaling(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.beta_slow > self.beta_fast:
-            yield Problem("beta_slow", self.beta_slow, f"must not exceed beta_fast ({self.beta_fast})")
+            yield self.problem_at("beta_slow", f"must not exceed beta_fast ({self.beta_fast})")
 
     @property
     def amplitude(self) -> float:
@@ -142,9 +140,7 @@ class RotaryPosition(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.theta == 1 and self.scaling is not None and self.scaling.type == "yarn":
-            yield Problem(
-                "theta", self.theta, "YaRN needs pairs that turn at different frequencies; give theta above 1"
-            )
+            yield self.problem_at("theta", "YaRN needs pairs that turn at different frequencies; give theta above 1")
 
     def width(self, head_dim: int) -> int:
         """Channels of each head that are rotated."""

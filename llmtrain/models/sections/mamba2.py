@@ -62,7 +62,7 @@ class Mamba2Block(BlockSection):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.dt_min > self.dt_max:
-            yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
+            yield self.problem_at("dt_min", f"must not exceed dt_max ({self.dt_max})")
         low, high = self.dt_limit or (0.0, None)
         if not 0 <= low < (math.inf if high is None else high):
             yield Problem("dt_limit", [low, high], "must be [low, high] with 0 <= low < high, or [low, null]")
@@ -126,10 +126,10 @@ class Mamba2Block(BlockSection):
     def width_problems(self, d_model: int) -> Iterator[Problem]:
         d_inner, name = self.inner_width(d_model), "d_inner" if self.d_inner else "expand * d_model"
         if d_inner % self.head_dim:
-            yield Problem("head_dim", self.head_dim, f"must divide {name} = {d_inner}")
+            yield self.problem_at("head_dim", f"must divide {name} = {d_inner}")
         elif (d_inner // self.head_dim) % self.n_groups:
             heads = d_inner // self.head_dim
-            yield Problem("n_groups", self.n_groups, f"must divide the {heads} heads ({name} / head_dim)")
+            yield self.problem_at("n_groups", f"must divide the {heads} heads ({name} / head_dim)")
 
     def describe(self, d_model: int) -> str:
         heads = self.inner_width(d_model) // self.head_dim

@@ -37,19 +37,19 @@ class Mamba3Block(BlockSection):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.dt_min > self.dt_max:
-            yield Problem("dt_min", self.dt_min, f"must not exceed dt_max ({self.dt_max})")
+            yield self.problem_at("dt_min", f"must not exceed dt_max ({self.dt_max})")
         if self.rope_fraction not in (0.5, 1.0):
-            yield Problem("rope_fraction", self.rope_fraction, "must be 0.5 or 1.0")
+            yield self.problem_at("rope_fraction", "must be 0.5 or 1.0")
         elif not self.angles:
             text = f"leaves no pair of channels to turn at rope_fraction {self.rope_fraction}"
-            yield Problem("d_state", self.d_state, text)
+            yield self.problem_at("d_state", text)
 
     def width_problems(self, d_model: int) -> Iterator[Problem]:
         inner = self.expand * d_model
         if inner % self.head_dim:
-            yield Problem("head_dim", self.head_dim, f"must divide expand * d_model = {inner}")
+            yield self.problem_at("head_dim", f"must divide expand * d_model = {inner}")
         elif self.n_heads(d_model) % self.n_groups:
-            yield Problem("n_groups", self.n_groups, f"must divide the number of heads ({self.n_heads(d_model)})")
+            yield self.problem_at("n_groups", f"must divide the number of heads ({self.n_heads(d_model)})")
 
     @property
     def angles(self) -> int:

@@ -39,7 +39,7 @@ class SharedAttentionBlock(AttentionSection):
             if getattr(self, field) != plain:
                 yield Problem(field, getattr(self, field), text)
         if self.output_gate and self.attn_adapter_rank is not None:
-            yield Problem("attn_adapter_rank", self.attn_adapter_rank, "adapts no output gate; set output_gate: false")
+            yield self.problem_at("attn_adapter_rank", "adapts no output gate; set output_gate: false")
 
     @property
     def shared_copies(self) -> int:

@@ -125,10 +125,10 @@ class PolicySection(ObjectiveSection):
 
     implementation: ClassVar[str] = "llmtrain.objectives.policy.objective:Policy"
     cuda_graphs_refusal: ClassVar[str | None] = "the length of answers differs between steps"
-    parallel_refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("context", "tensor", "expert"), "each rank draws answers of its own"
-    )
-    pipeline_refusal: ClassVar[str | None] = "answers are drawn by the whole model"
+    parallel_refusals: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("context", "tensor", "expert"), "each rank draws answers of its own"),
+        "pipeline": "answers are drawn by the whole model",
+    }
     needs_documents: ClassVar[bool] = True
     trained_only: ClassVar[bool] = True
     has_z_loss: ClassVar[bool] = False

@@ -21,7 +21,8 @@ from llmtrain.eval.failures import Failures, failed_tasks, failure_line
 from llmtrain.eval.prepare import prepare_steps
 from llmtrain.eval.prompts.requests import Request, responses_in_order
 from llmtrain.eval.report.gauntlet import load_gauntlet
-from llmtrain.eval.report.results import DOCUMENTS, RESULTS, Report, Result, truncation_note, write_results
+from llmtrain.eval.report.metrics import Result
+from llmtrain.eval.report.results import DOCUMENTS, RESULTS, Report, truncation_note, write_results
 from llmtrain.eval.report.tracking import flat_estimate, flat_metrics, tables
 from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
 from llmtrain.eval.runner import gauntlet_scores_of, read_tasks

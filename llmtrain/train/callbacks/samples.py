@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.token_samples import TokenSamples
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
+from llmtrain.data.shards.packing import ENDS, TRAINED
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import UserError
 from llmtrain.generate.decoding import decode

@@ -71,8 +71,9 @@ class Throughput(Callback):
     Says once why there is no MFU, and once that one is above 100 %.
     """
 
-    def __init__(self, cost: TokenCost, window: int = 20):
-        self.cost = cost
+    def __init__(self, cost: TokenCost, window: int = 20, mfu: bool = True):
+        """mfu: false where steps compute something else than a pass over data.seq_len tokens of each sequence."""
+        self.cost, self.mfu = cost, mfu
         self.steps: deque[tuple[float, int]] = deque(maxlen=window)
         self._start: float | None = None
         self._data_wait = 0.0
@@ -116,7 +117,7 @@ class Throughput(Callback):
             "throughput/tokens_per_second": rate,
             "throughput/tokens_per_second_per_device": per_device,
         }
-        if self.cost.peak.flops:
+        if self.cost.peak.flops and self.mfu:
             at_peak = self.cost.peak.flops / per_device
             metrics["throughput/mfu_foundry"] = self.cost.foundry / at_peak
             metrics["throughput/mfu_causal"] = self.cost.causal / at_peak

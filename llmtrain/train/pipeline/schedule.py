@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import FULL_BACKWARD, RECV_B, RECV_F
 
 from llmtrain.models.hybrid import Stream
 from llmtrain.models.loss import LossOutput
@@ -26,7 +27,8 @@ class PipelineStep(Step):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}
+        self._schedules: dict[tuple[int, ...], tuple[Schedule1F1B | ScheduleInterleaved1F1B, list[_Stage]]] = {}
+        self.backward_left = 0
         # FSDP2 gathers layers again for each backward pass. What is read outside of a call of its own stays gathered while
         # other microbatches are under way, of which some backward pass needs it.
         layers = set(self.model.hybrid.blocks)
@@ -35,10 +37,10 @@ class PipelineStep(Step):
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         model = self.model
         passes = _Passes(self, parts, mean)
-        schedule = self._schedule_of(len(parts), *parts[0]["input_ids"].shape)
-        module = schedule._stage.submod
-        assert isinstance(module, _Module)
-        module.passes = passes
+        schedule, stages = self._schedule_of(len(parts), *parts[0]["input_ids"].shape)
+        for stage in stages:
+            stage.submod.passes = passes
+        self.backward_left = len(parts) * len(stages)
         numbers = torch.arange(len(parts))
         try:
             schedule.step(target=numbers if model.hybrid.ends else None, return_outputs=False, number=numbers)
@@ -46,12 +48,23 @@ class PipelineStep(Step):
             raise error.__cause__ or error from None
         return self._reported(passes, observe)
 
-    def _schedule_of(self, count: int, rows: int, tokens: int) -> Schedule1F1B:
-        """The schedule of batches of so many microbatches [rows, tokens]."""
+    def _schedule_of(
+        self, count: int, rows: int, tokens: int
+    ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, list[_Stage]]:
+        """The schedule of batches of so many microbatches [rows, tokens], and this rank's part of it."""
         key = (count, rows, tokens)
         if key not in self._schedules:
-            stage = _Stage(self, rows, tokens)
-            self._schedules[key] = Schedule1F1B(stage, count, lambda output, _: output, scale_grads=False)
+            stages = [_Stage(self, span, rows, tokens) for span in range(len(self.model.hybrid.spans))]
+            options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
+            if len(stages) == 1:
+                [stage] = stages
+                schedule = Schedule1F1B(stage, count, **options)
+                stage.buffers = (min(stage.num_stages - stage.stage_index, count), 1)
+            else:
+                schedule = ScheduleInterleaved1F1B(list(stages), count, **options)
+                for stage in stages:
+                    stage.buffers = _most_received(schedule, stage)
+            self._schedules[key] = schedule, stages
         return self._schedules[key]
 
     def _reported(self, passes: _Passes, observe: Observer) -> dict[str, Tensor]:
@@ -86,21 +99,21 @@ class _Passes:
     def weight(self, number: int) -> float:
         return self.parts[number]["n_labels"] / self.mean
 
-    def forward(self, number: int, received: tuple[Tensor, ...]) -> Stream:
-        """Result of a microbatch: the next stage's input, or the weighted loss, [1]."""
+    def forward(self, number: int, span: int, received: tuple[Tensor, ...]) -> Stream:
+        """Result of a microbatch from the layers of a span: the next one's input, or the weighted loss, [1]."""
         step, model = self.step, self.step.model
         batch, weight = to_device(self.parts[number], model.device), self.weight(number)
         context = model.context(batch["input_ids"], batch.get("document_ids"), step.segments)
         inputs: Any = received if len(received) > 1 else received[0] if received else batch["input_ids"]
-        model.scheduled = True
+        model.scheduled = span
         try:
-            if model.hybrid.ends:
+            if model.hybrid.ends and span == len(model.hybrid.spans) - 1:
                 output = loss_in(context, model, step.objective, batch, inputs)
                 self.found.append({"total": output.loss.detach(), **output.terms})
                 return (output.loss * weight).reshape(1)
             sent = model(inputs, context, _nothing)
         finally:
-            model.scheduled = False
+            model.scheduled = None
         if context.losses is None:
             return sent
         x, *further = sent if isinstance(sent, tuple) else (sent,)
@@ -111,51 +124,77 @@ def _nothing(*_: Tensor) -> None:
     """The output of a stage that has none."""
 
 
+def _most_received(schedule: ScheduleInterleaved1F1B, stage: _Stage) -> tuple[int, int]:
+    """Most microbatches whose input, and most whose output's gradient, a stage has at a time, received and not yet done with."""
+    inputs = gradients = most_inputs = most_gradients = 1
+    for action in schedule.pipeline_order_with_comms[stage.group_rank]:
+        if action.stage_index == stage.stage_index:
+            kind = action.computation_type
+            inputs += (kind == RECV_F) - (kind == FULL_BACKWARD)
+            gradients += (kind == RECV_B) - (kind == FULL_BACKWARD)
+            most_inputs, most_gradients = max(inputs - 1, most_inputs), max(gradients - 1, most_gradients)
+    return most_inputs, most_gradients
+
+
 class _Module(nn.Module):
     """Module of torch's stage. It holds no parameters: FSDP2 is driven by GradientSync, as without stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, span: int) -> None:
         super().__init__()
-        self.passes: Any = None
+        self.span, self.passes = span, cast("_Passes", None)
 
     def forward(self, *received: Tensor, number: Tensor) -> Stream:
-        return self.passes.forward(int(number), received)
+        return self.passes.forward(int(number), self.span, received)
 
 
 class _Stage(PipelineStage):
-    """This rank's stage for microbatches [rows, tokens], which may be this rank's part of sequences."""
+    """A span of this rank's layers for microbatches [rows, tokens], which may be this rank's part of sequences.
 
-    def __init__(self, step: PipelineStep, rows: int, tokens: int):
+    buffers: of how many microbatches there are inputs received at a time, and gradients.
+    """
+
+    submod: _Module
+    buffers: tuple[int, int]
+
+    def __init__(self, step: PipelineStep, span: int, rows: int, tokens: int):
         model, stages = step.model, step.model.stages
-        hybrid, self.step = model.hybrid, step
+        hybrid, self.step, d_model = model.hybrid, step, model.hybrid.config.d_model
+        number, count = span * stages.size + stages.rank, len(hybrid.spans) * stages.size
         between = tokens // (1 if hybrid.ranks is None else hybrid.ranks.size)
-        stream = torch.empty(rows, between, hybrid.config.d_model, dtype=hybrid.dtype, device="meta")
+        received, sent = (
+            tuple(
+                torch.empty(rows, between, channels, dtype=hybrid.dtype, device="meta")
+                for channels in hybrid.crossing(border).channels(d_model)
+            )
+            for border in hybrid.spans[span]
+        )
         super().__init__(
-            _Module(),
-            stages.rank,
-            stages.size,
+            _Module(span),
+            number,
+            count,
             model.device,
-            input_args=() if hybrid.begins else (stream,) * (1 + hybrid.receives_embedding),
-            output_args=(torch.empty(1, device="meta"),) if hybrid.ends else (stream,) * (1 + hybrid.sends_embedding),
+            input_args=received if number else (),
+            output_args=sent if number < count - 1 else (torch.empty(1, device="meta"),),
             group=stages.group,
         )
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any) -> tuple[Any, ...]:
         """Buffers for what is received of as many microbatches as are under way at a time, where torch makes some for all."""
-        most = min(self.num_stages - self.stage_index, num_microbatches)
+        most = self.buffers[0]
         found = super()._prepare_forward_infra(most, *args)
         for number in range(most, num_microbatches):
             self.args_recv_info[number] = self.args_recv_info[number % most]
         return found
 
     def _prepare_backward_infra(self, num_microbatches: int) -> None:
-        super()._prepare_backward_infra(1)
+        most = self.buffers[1]
+        super()._prepare_backward_infra(most)
         self.chunks = num_microbatches
-        self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
+        self.grad_recv_info |= {number: self.grad_recv_info[number % most] for number in range(most, num_microbatches)}
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        assert self.chunks is not None
-        last = bwd_chunk_id == self.chunks - 1
+        self.step.backward_left -= 1
+        last = self.step.backward_left == 0
         self.step.sync.mark(last)
         for module in self.step.stays:
             module.set_reshard_after_backward(last, recurse=False)

@@ -13,17 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmtrain.models.causal_lm import CausalLM, Output
+from llmtrain.models.config import LayerRange
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM, Stream
 from llmtrain.models.layer_part import step_sums
-from llmtrain.plan.stages import Bounds
 
 
 @dataclass(frozen=True)
 class Stages:
-    """rank: this rank's stage of `size`. group: one rank of each stage, in order, which pass activations on. holders: of every
-    parameter that several stages hold, by name, the process group of those; None where this rank's stage is none of them. ranks:
-    of this stage, where layers sum anything over a step (models/layer_part.py)."""
+    """rank: place of this rank's stage among `size`, of which each has the layers of one span or, interleaved, of several. group:
+    one rank of each stage, in order, which pass activations on, from the last to the first between spans. holders: of every
+    parameter that several stages hold, by name, the process group of those; None where this rank's stage is none of them. ranks: of
+    this stage, where layers sum anything over a step (models/layer_part.py)."""
 
     rank: int
     size: int
@@ -32,25 +33,26 @@ class Stages:
     ranks: dist.ProcessGroup | None = None
 
     def peer(self, stage: int) -> int:
-        """Global rank of another stage of this pipeline."""
-        return dist.get_global_rank(self.group, stage)
+        """Global rank of another stage of this pipeline, counted on from the last to the first."""
+        return dist.get_global_rank(self.group, stage % self.size)
 
 
 class StagedLM(CausalLM):
     """A CausalLM of which this rank holds one stage.
 
-    In training a schedule (schedule.py) calls it with what the stage before sent, and `scheduled`. Every other call, without
-    gradients, is as of a whole model: all ranks of the pipeline make it with the same arguments, activations go from stage to
-    stage, and all get what the last stage computes. Logits exist there alone.
+    In training a schedule (schedule.py) calls it with what the stage before sent, and `scheduled`, the number of the span to
+    compute. Every other call, without gradients, is as of a whole model: all ranks of the pipeline make it with the same arguments,
+    activations go from stage to stage, and all get what the last stage computes. Logits exist there alone.
     """
 
     stages: Stages
-    scheduled = False
+    scheduled: int | None = None
 
-    def begin(self, mesh: DeviceMesh, bounds: Bounds) -> None:
-        """Keep this rank's layers of a model on the meta device. mesh: with a dimension `stage`. Every rank calls this."""
-        whole, size = self.hybrid, len(bounds)
-        parts = [whole.stage(*bound) for bound in bounds]
+    def begin(self, mesh: DeviceMesh, spans_of: list[list[LayerRange]]) -> None:
+        """Keep this rank's layers of a model on the meta device. mesh: with a dimension `stage`. spans_of: by stage. Every rank
+        calls this."""
+        whole, size = self.hybrid, len(spans_of)
+        parts = [whole.stage(*spans) for spans in spans_of]
         rank = mesh.get_local_rank("stage")
         ranks = _group_of(mesh.mesh.flatten(1).tolist()) if step_sums(whole) else None
         self.stages = Stages(rank, size, mesh.get_group("stage"), _holders(parts, mesh), ranks)
@@ -58,14 +60,14 @@ class StagedLM(CausalLM):
 
     def forward(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
         """Returns the last stage's result; in a schedule this stage's, which the next one reads."""
-        if self.scheduled:
-            return self._pass(inputs, context, output)
+        if self.scheduled is not None:
+            return self._pass(inputs, context, output, self.scheduled)
         assert not torch.is_grad_enabled(), "gradients come by a schedule"
-        if not self.hybrid.begins:
-            inputs = self._received()
-        found = self._pass(inputs, context, output)
-        if not self.hybrid.ends:
-            self._send(found)
+        found: Any = None
+        for number, (first, last) in enumerate(self.hybrid.spans):
+            found = self._pass(self._received(first) if first else inputs, context, output, number)
+            if last < len(self.hybrid.config.layer_list()):
+                self._send(found)
         return self._shared(found)
 
     def least(self, number: int) -> int:
@@ -73,9 +75,13 @@ class StagedLM(CausalLM):
         dist.all_reduce(found, dist.ReduceOp.MIN, self.stages.group)
         return int(found)
 
-    def _pass(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output]) -> Any:
-        hidden = self.hybrid(inputs, context)
-        return self.compute(hidden, output) if self.hybrid.ends else hidden
+    def _pass(self, inputs: Stream, context: Context, output: Callable[[Tensor, Tensor], Output], span: int) -> Any:
+        hidden = self.hybrid(inputs, context, span)
+        return (
+            hidden
+            if self.hybrid.spans[span][1] < len(self.hybrid.config.layer_list())
+            else self.compute(hidden, output)
+        )
 
     def _send(self, stream: Stream) -> None:
         tensors = stream if isinstance(stream, tuple) else (stream,)
@@ -84,15 +90,21 @@ class StagedLM(CausalLM):
         for tensor in (shape, *tensors):
             dist.send(tensor.contiguous(), to, group)
 
-    def _received(self) -> Stream:
+    def _received(self, border: int) -> Stream:
+        """Tensors that the stage of the layers before this one sent."""
         source, group = self.stages.peer(self.stages.rank - 1), self.stages.group
         shape = torch.empty(4, dtype=torch.int64, device=self.device)
         dist.recv(shape, source, group)
         count, *sizes = shape.tolist()
-        tensors = tuple(torch.empty(sizes, dtype=self.hybrid.dtype, device=self.device) for _ in range(count))
+        channels, like = (
+            self.hybrid.crossing(border).channels(sizes[-1]),
+            {"dtype": self.hybrid.dtype, "device": self.device},
+        )
+        assert len(channels) == count, (channels, count)
+        tensors = tuple(torch.empty(*sizes[:-1], width, **like) for width in channels)
         for tensor in tensors:
             dist.recv(tensor, source, group)
-        return tensors[0] if count == 1 else tensors  # type: ignore[return-value]
+        return tensors[0] if count == 1 else tensors
 
     def _shared(self, result: Output) -> Output:
         """Result of the last stage, with its tensors on this rank's device."""

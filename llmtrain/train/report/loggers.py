@@ -199,8 +199,8 @@ class ProgressLogger(LoggerDestination):
         for name, value in self.metrics.items():
             if name.startswith("loss/train/") and name not in (TRAINING_LOSS, "loss/train/total"):
                 parts.append(f"{name.rpartition('/')[2]}-loss {value:.4f}")
-        if "rewards/margins" in self.metrics:
-            parts.append(f"margin {self.metrics['rewards/margins']:.4f}")
+        named = {"rewards/margins": "margin", "rollout/reward": "reward", "rollout/length": "tokens of an answer"}
+        parts += [f"{text} {self.metrics[name]:.4g}" for name, text in named.items() if name in self.metrics]
         if "throughput/tokens_per_second" in self.metrics:
             parts.append(f"{self.metrics['throughput/tokens_per_second']:,.0f} tokens/s")
         if "throughput/mfu_foundry" in self.metrics:

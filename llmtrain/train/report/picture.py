@@ -1,6 +1,5 @@
 """RUN/loss.png: training and validation loss over steps, redrawn while a run trains."""
 
-import io
 import threading
 import time
 from collections.abc import Mapping
@@ -10,8 +9,8 @@ import numpy as np
 from composer.core import State
 from composer.loggers import Logger
 
-from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
+from llmtrain.pictures import new_figure, plain, save_figure
 from llmtrain.train.report.curves import (
     OF_ANSWERS,
     UNITS,
@@ -41,11 +40,9 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
     """Draw RUN/loss.png, which appears whole. curves: by name of the metric. None if there are none."""
     if not curves:
         return None
-    from matplotlib.figure import Figure  # no pyplot: its state belongs to the main thread
-
     training, overall = losses(curves)
     of_answers = [name for name in OF_ANSWERS if name in curves]
-    figure = Figure(figsize=(8, 4.5 + 1.5 * len(of_answers)), layout="constrained")
+    figure = new_figure(8, 4.5 + 1.5 * len(of_answers))
     axes, *below = figure.subplots(
         1 + len(of_answers), sharex=True, squeeze=False, height_ratios=[3, *([1] * len(of_answers))]
     )[:, 0]
@@ -60,7 +57,7 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
     streams = stream_metrics(curves)
     for number, (name, metric) in enumerate(streams):
         colour = f"C{2 + number % 8}"  # neither the blue of training nor the orange of all streams
-        label = _plain(f"validation, {name}")
+        label = plain(f"validation, {name}")
         axes.plot(*curves[metric], "o-", color=colour, linewidth=1, markersize=3, alpha=0.8, label=label)
     if overall:
         at, validation = curves[overall]
@@ -69,7 +66,7 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
         axes.annotate(
             f"{validation[-1]:.3f}", (at[-1], validation[-1]), textcoords="offset points", xytext=(-6, 8), ha="right"
         )
-    title = _plain(folder.resolve().name)
+    title = plain(folder.resolve().name)
     unit = UNITS[(training or overall or streams[0][1]).rpartition("/")[2]]
     axes.set(ylabel=unit, title=title, xlim=(0, None))
     axes.grid(alpha=0.3)
@@ -81,15 +78,7 @@ def draw(curves: Mapping[str, Points], folder: Path) -> Path | None:
         panel.grid(alpha=0.3)
     figure.axes[-1].set(xlabel="step")
     axes.legend(frameon=False, fontsize="small" if len(streams) > 5 else None, ncols=1 + len(streams) // 10)
-    path = folder / "loss.png"
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    replace_file(path, picture.getvalue())
-    return path
-
-
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")  # or matplotlib reads it as a formula
+    return save_figure(figure, folder / "loss.png")
 
 
 class LossPicture(StepLogger):

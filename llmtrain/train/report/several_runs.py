@@ -1,6 +1,5 @@
 """One metric of several runs, over tokens or steps: read, as a table, as a picture. No torch here."""
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.config.output_folder import replace_file
 from llmtrain.errors import UserError
+from llmtrain.pictures import new_figure, plain, save_figure
+from llmtrain.tables import aligned
 from llmtrain.train.report.curves import UNITS, Curve, bins, losses, read_curves, smooth
 
 
@@ -60,29 +60,24 @@ def table(runs: Sequence[LoggedRun], metric: str | None) -> str:
             values = _smoothed(run, name)[1] if name in run.curves else None
             row += ["-", "-"] if values is None else [f"{values[-1]:.4g}", f"{values.min():.4g}"]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def draw_runs(runs: Sequence[LoggedRun], metric: str | None, over: str, out: Path) -> None:
     """Write the picture, which appears whole. over: tokens or steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     for number, run in enumerate(runs):
         for name in _metrics(run, metric):
             x, y = _smoothed(run, name, over)
             style = "o--" if name == losses(run.curves)[1] else "-"
-            label = f"{run.name}, {_short(name)}".replace("$", r"\$")
+            label = plain(f"{run.name}, {_short(name)}")
             axes.plot(x, y, style, color=f"C{number % 10}", linewidth=1.5, markersize=4, label=label)
     units = sorted({UNITS.get(name.rpartition("/")[2], name) for run in runs for name in _metrics(run, metric)})
-    axes.set(xlabel=over, ylabel=", ".join(units).replace("$", r"\$"))
+    axes.set(xlabel=over, ylabel=plain(", ".join(units)))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    replace_file(out, picture.getvalue())
+    save_figure(figure, out)
 
 
 def _metrics(run: LoggedRun, metric: str | None) -> list[str]:

@@ -51,4 +51,6 @@ def reference_log_p(config: Config, objective: Policy, model: CausalLM, tokenize
             f"objective.kl.reference: {source} has {reference.config.vocab_size} tokens, the model {model.config.vocab_size}; a "
             "reference has the same tokens"
         )
-    return log_p_of(objective, reference.requires_grad_(False))
+    whole = log_p_of(objective, reference.requires_grad_(False))
+    # Built to generate, without masks between documents: what follows an answer is not seen by it.
+    return lambda batch: whole({name: column for name, column in batch.items() if name != "document_ids"})

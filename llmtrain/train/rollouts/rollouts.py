@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.loaders import TrainLoader
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
+from llmtrain.data.shards.packing import ENDS, TRAINED
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
 from llmtrain.distributed.world import World
 from llmtrain.errors import RunError
@@ -97,6 +97,8 @@ class Rollouts(contextlib.ExitStack):
         """Sample ids of this rank for the next steps."""
         self.groups: Groups = []
         """Of all ranks, of the rollout that the last step was of."""
+        self.last = -1
+        """The last step that was taken."""
         self.named: set[str] = set()
         self.empty_steps = 0
 
@@ -116,6 +118,9 @@ class Rollouts(contextlib.ExitStack):
         step, section = self.clock(), self.section
         self.figures.begin_step()
         metrics: dict[str, float] = {}
+        if step <= self.last:  # the run went back to a checkpoint, and reads other data from there
+            self.groups = []
+        self.last = step
         if not any(one.step == step for group in self.groups for one in group[:1]):
             restored = self._restored(step)
             self.groups = restored or self._made(step)
@@ -149,7 +154,7 @@ class Rollouts(contextlib.ExitStack):
         asked = [at for at, one in enumerate(questions) if one is not None and len(one.ids) <= self.room]
         failures = Counter(
             {
-                "nothing stands before the answer": sum(one is None for one in questions),
+                "the prompt is empty, or the answer of the data": sum(one is None for one in questions),
                 f"the prompt is longer than {self.room} tokens, data.seq_len without max_new_tokens": sum(
                     one is not None and len(one.ids) > self.room for one in questions
                 ),

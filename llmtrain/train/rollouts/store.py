@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from llmtrain.config.held_folder import require_in_place
 from llmtrain.data.shards.index import FLAG_COLUMN, ShardError
 from llmtrain.data.shards.mds_writer import ShardWriter, write_index
-from llmtrain.data.shards.packing import token_dtype
+from llmtrain.data.shards.packing import ENDS, TRAINED, token_dtype
 from llmtrain.data.shards.stored_stream import open_place
-from llmtrain.data.shards.token_flags import ENDS, TRAINED
 from llmtrain.train.rollouts.answers import Answer
 
 _NUMBERS = {"advantage": "float32", "reward": "float32", "over_long": "uint8", "sample": "int64", "step": "int64"}

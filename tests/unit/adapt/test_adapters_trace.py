@@ -18,7 +18,7 @@ MODEL = {
     "d_model": 16,
     "norm": {"type": "rmsnorm"},
     "blocks": {"a": {"type": "attention", "n_heads": 2, "position": {"type": "rotary"}, "mlp": MLP}, "s": SHARED},
-    "layers": "a s+a s+a",
+    "layers": "s+a s+a",
 }
 
 

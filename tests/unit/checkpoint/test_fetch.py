@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from llmtrain.checkpoint.fetch import fetch_newest
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.checkpoint.stores.open import open_store
+from llmtrain.checkpoint.stores.s3 import RetryPolicy
 from llmtrain.checkpoint.upload import upload
 from tests.support.http_server import HttpServer, ResettingHandler
-from tests.support.stores import flip, make_checkpoint
+from tests.support.stores import QUICK, flip, make_checkpoint
 
 
 def fetch(address: str, root: Path) -> list[str]:
@@ -30,6 +32,26 @@ def store(tmp_path) -> MountedStore:
     for step in (2, 4):
         upload(store, make_checkpoint(tmp_path / "made", step))
     return store
+
+
+def test_a_file_that_an_earlier_download_left_is_taken_only_if_it_is_the_stored_one(store, tmp_path):
+    stored = tmp_path / "store" / "step-00000004"
+    aside = tmp_path / "here" / "step-00000004.downloading"
+    aside.mkdir(parents=True)
+    for name in ("__0_0.distcp", "__0_1.distcp"):
+        (aside / name).write_bytes((stored / name).read_bytes())
+    flip(aside / "__0_1.distcp")
+    fetch(store.url, tmp_path / "here")
+    found = tmp_path / "here" / "step-00000004"
+    manifests.verify(found, manifests.read(found))
+
+
+def test_what_is_incomplete_here_does_not_reach_the_store(tmp_path):
+    store, folder = MountedStore(tmp_path / "empty"), make_checkpoint(tmp_path / "made", 2)
+    (folder / "__0_1.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"is incomplete: __0_1\.distcp is missing"):
+        upload(store, folder)
+    assert store.sizes("") == {}
 
 
 @pytest.mark.parametrize("damage", ["file", "manifest", "empty manifest", "missing file"])
@@ -88,6 +110,7 @@ def test_a_server_that_is_no_store_is_an_error(tmp_path, monkeypatch, answer):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in keys.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(RetryPolicy, "pauses", QUICK.pauses)
     with HttpServer(Page) as server:
         server.content = ANSWERS[answer]  # type: ignore[attr-defined]
         monkeypatch.setenv("S3_ENDPOINT_URL", server.url)

@@ -12,6 +12,7 @@ from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.repository import Repository
 from llmtrain.checkpoint.retention import Retention
+from tests.support.stores import make_checkpoint
 from tests.unit.checkpoint.test_manifest import make, rewrite
 
 
@@ -191,3 +192,11 @@ def test_an_error_of_a_checkpoint_that_is_there_is_raised_at_once(tmp_path):
     assert len(calls) == 2
     with pytest.raises(FileNotFoundError):  # the one that was named is not replaced by another
         Repository(folder).read(lambda found, _: (shutil.rmtree(found), found.stat()))
+
+
+def test_a_checkpoint_is_own_by_its_manifest_and_a_folder_of_notes_is_not(tmp_path):
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "notes.txt").write_text("the good one")
+    assert local.is_own(folder)
+    (folder / "manifest.json").unlink()
+    assert not local.is_own(folder)

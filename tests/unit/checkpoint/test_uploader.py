@@ -17,7 +17,7 @@ from llmtrain.checkpoint.stored import list_stored
 from llmtrain.checkpoint.stores.base import ObjectStore, StoreError
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.checkpoint.stores.open import open_store
-from llmtrain.checkpoint.stores.retry import RetryPolicy
+from llmtrain.checkpoint.stores.s3 import RetryPolicy
 from llmtrain.checkpoint.upload import GoneError, upload
 from llmtrain.checkpoint.uploader import Uploader
 from llmtrain.config.addresses import address_problem

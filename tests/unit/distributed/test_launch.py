@@ -141,13 +141,13 @@ pathlib.Path(os.environ["NOTES"], os.environ["RANK"]).write_text(" ".join([total
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 def test_launches_at_once_meet_at_ports_of_their_own_and_listen_on_loopback_alone(tmp_path: Path):
-    places = [tmp_path / str(number) for number in range(3)]
+    places = [tmp_path / str(number) for number in range(2)]
     processes = []
     for place in places:
         place.mkdir()
         command = [sys.executable, "-c", LAUNCHER, LISTENS, str(place / "run"), "60"]
         processes.append(subprocess.Popen(command, env={**os.environ, "NOTES": str(place)}))
-    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    assert [process.wait(300) for process in processes] == [0, 0]
     ports = set()
     for place in places:
         for rank in "01":
@@ -155,7 +155,7 @@ def test_launches_at_once_meet_at_ports_of_their_own_and_listen_on_loopback_alon
             assert all(address.startswith("0100007F:") for address in listening), listening
             ports.add(port)
         assert f"0100007F:{int((place / '0').read_text().split()[0]):04X}" in (place / "0").read_text()
-    assert len(ports) == 3
+    assert len(ports) == 2
 
 
 def test_a_lone_process_listens_nowhere(tmp_path: Path):

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmtrain.doctor.cluster import Verdict
+from llmtrain.doctor.cluster import Verdict, pairs
 from llmtrain.doctor.cluster_judge import Link, bars, problems
-from llmtrain.doctor.cluster_links import pairs
 from llmtrain.doctor.cluster_node import Report
 from llmtrain.doctor.cluster_tools import GpuState
 from llmtrain.flops.peaks import device_by_short_name

@@ -25,6 +25,7 @@ from llmtrain.kernels.rotary.spec import RotarySpec
         ({"alibi_max_bias": 8.0}, "ALiBi"),
         ({"sliding_window": 33, "softcap": 5.0}, "softcap 5, window 33"),
         ({"documents": True, "sliding_window": 40}, "documents, window 40"),
+        ({"sinks": True, "sliding_window": 40}, "sinks, window 40"),
     ],
 )
 def test_the_exact_result_of_attention_in_parts_is_the_references(monkeypatch, features, label):

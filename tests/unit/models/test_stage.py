@@ -9,6 +9,7 @@ import torch
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from tests.support.models import routed
 from tests.unit.models.test_hybrid import BLOCKS, CPU, SHARED, tokens
 
 LLAMA: dict[str, Any] = {"blocks": {"a": BLOCKS["gqa"]}, "layers": "a*4"}
@@ -17,6 +18,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {"blocks": {"m": BLOCKS["mamba"]}, "layers": "m*4", "tie_embeddings": True},
     "zamba2": {"blocks": {"m": BLOCKS["mamba"], "s": SHARED}, "layers": "m (s+m)*5", "tie_embeddings": True},
     "one shared block": {"blocks": {"m": BLOCKS["mamba"], "s": SHARED | {"n_shared": 1}}, "layers": "(s+m)*2 m*2"},
+    "routers that hand on their states": {
+        "blocks": {
+            "s": SHARED | {"n_shared": 1},
+            "f": BLOCKS["gqa"] | {"mlp": routed(False, choice_bias=False), "residual_scaling": True},
+            "m": BLOCKS["mamba"],
+            "c": BLOCKS["gqa"] | {"mlp": routed(True, choice_bias=False)},
+        },
+        "layers": "f c s+m c f m",
+        "embedding_scaling": True,
+    },
     "tied": LLAMA | {"tie_embeddings": True, "embedding_multiplier": 3.0, "logit_multiplier": 0.5},
 }
 CUTS = [(1,), (2,), (1, 2, 3)]
@@ -39,7 +50,7 @@ def built(model: HybridLM) -> HybridLM:
 
 def staged(model: HybridLM, cuts: Sequence[int]) -> list[HybridLM]:
     borders = [0, *cuts, len(model.blocks)]
-    return [model.stage(*borders[i : i + 2]) for i in range(len(borders) - 1)]
+    return [model.stage((borders[i], borders[i + 1])) for i in range(len(borders) - 1)]
 
 
 def loss_of(stages: Sequence[HybridLM], apart: bool = False) -> torch.Tensor:

@@ -13,7 +13,7 @@ from llmtrain.plan.describe import describe
 from llmtrain.plan.memory import estimate_memory, stage_bytes, stage_memories
 from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.plan.scaling import bubble_share, cluster, predicted
-from llmtrain.plan.stages import divided, stage_bounds
+from llmtrain.plan.stages import divided, stage_spans
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -42,19 +42,20 @@ def test_the_largest_of_all_stages_is_as_small_as_it_can_be():
 
 def test_a_large_head_takes_layers_from_the_last_stage():
     sizes = parameter_sizes(config("llama3-8b", 4))
-    layers = [stage.last - stage.first for stage in sizes.stages]
+    layers = [last - first for stage in sizes.stages for first, last in stage.spans]
     assert sum(layers) == 32 and layers[-1] < min(layers[:-1])
     assert sum(stage.share for stage in sizes.stages) == pytest.approx(1)
     assert max(stage.share for stage in sizes.stages) < 0.28
 
 
-@pytest.mark.parametrize("name", ["zamba2-2.7b", "mpt-7b", "llama3-8b"])
-def test_stages_hold_the_whole_model_and_shared_blocks_several_times(name: str):
-    of = config(name, 2)
+@pytest.mark.parametrize(("name", "virtual"), [("zamba2-2.7b", 1), ("zamba2-2.7b", 3), ("mpt-7b", 2), ("llama3-8b", 1)])
+def test_stages_hold_the_whole_model_and_shared_blocks_several_times(name: str, virtual: int):
+    of = config(name, 2, f"train.parallel.virtual_stages={virtual}")
     sizes, model = parameter_sizes(of), meta_model(of.model)
-    held: list[set[str]] = []
-    for first, last in stage_bounds(model, of.data.seq_len, 2):
-        held.append({name for name, _ in meta_model(of.model).stage(first, last).named_parameters()})
+    held = [
+        {name for name, _ in meta_model(of.model).stage(*spans).named_parameters()}
+        for spans in stage_spans(model, of.data.seq_len, 2, virtual)
+    ]
     twice = sum(p.numel() for name, p in model.named_parameters() if all(name in names for names in held))
     assert sum(stage.sizes.total for stage in sizes.stages) == sizes.total + twice
     assert sizes.largest_stage.total == max(stage.sizes.total for stage in sizes.stages)
@@ -68,7 +69,7 @@ def test_memory_is_that_of_the_stage_that_takes_the_most():
     assert estimate_memory(of, parameter_sizes(of), 8) == max(memories, key=lambda memory: memory.total)
     assert [memory.loss > 0 for memory in memories] == [False, False, False, True]
     kept = [memory.activations for memory in memories]
-    layers = [stage.last - stage.first for stage in parameter_sizes(of).stages]
+    layers = [last - first for stage in parameter_sizes(of).stages for first, last in stage.spans]
     of_layer = [one / n / count for one, n, count in zip(kept, layers, (4, 3, 2, 1), strict=True)]
     assert of_layer == pytest.approx([of_layer[0]] * 4, rel=0.1)
     whole = config("llama3-8b", 1, "train.sharding.strategy=full", "train.global_batch_size=64")
@@ -77,7 +78,7 @@ def test_memory_is_that_of_the_stage_that_takes_the_most():
     assert kept[0] == pytest.approx(one.activations, rel=0.1)
     found = describe(of, 8, H200)
     assert [stage.memory for stage in found.stages] == [memory.total for memory in memories]
-    assert found.stages[0].first == 0 and found.stages[-1].last == 32 and found.shard_ranks == 2
+    assert found.stages[0].spans[0][0] == 0 and found.stages[-1].spans[-1][1] == 32 and found.shard_ranks == 2
     assert describe(whole, 8, H200).stages == []
 
 
@@ -90,7 +91,7 @@ def test_what_a_stage_hands_on_is_hidden_states_and_embeddings_of_shared_blocks(
 def test_a_bubble_shrinks_with_the_microbatches():
     of = config("llama3-8b", 4, "train.global_batch_size=64")
     sizes = parameter_sizes(of)
-    sizes = replace(sizes, stages=tuple(replace(stage, share=0.25) for stage in sizes.stages))
+    sizes = replace(sizes, stages=tuple(replace(stage, shares=(0.25,)) for stage in sizes.stages))
     assert bubble_share(of, sizes, 4) == pytest.approx(3 / 64)
     assert bubble_share(of, sizes, 32) == pytest.approx(3 / 8)
     assert bubble_share(config("llama3-8b", 1), parameter_sizes(config("llama3-8b", 1)), 8) == 0

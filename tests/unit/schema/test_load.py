@@ -311,6 +311,13 @@ EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, b
             "more stages than the model has layers (2)",
         ),
         (GOOD, ["train.parallel.pipeline=2"], 3, "train.parallel.pipeline", "must divide the number of ranks (3)"),
+        (
+            GOOD,
+            ["train.parallel.virtual_stages=2"],
+            2,
+            "train.parallel.virtual_stages",
+            "no effect with train.parallel.pipeline: 1",
+        ),
         (GOOD, ["train.parallel={pipeline: 2, tensor: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
         (
             GOOD,
@@ -338,11 +345,16 @@ EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, b
             for settings, path, message in (
                 ("train.microbatch_size=auto", "train.microbatch_size", "use a number"),
                 ("train.cuda_graphs=on", "train.cuda_graphs", "use auto or off"),
-                ("adapt={lora: {rank: 2}}", "adapt", "leave it out"),
                 (
-                    "objective={type: preference, loss: simpo}; data.mask_documents=true",
-                    "objective.type",
-                    "pipeline: 1",
+                    "train.parallel.virtual_stages=2",
+                    "train.parallel.virtual_stages",
+                    "4 parts of 2 layers; use at most 1",
+                ),
+                ("train.parallel.schedule=zero_bubble", "train.parallel.schedule", "use 1f1b"),
+                (
+                    "train.parallel.virtual_stages=2; model.layers=m*4; train.global_batch_size=112; train.microbatch_size=16",
+                    "train.global_batch_size",
+                    "cannot divide into 3 equal rounds; use 96 or 128, or train.parallel.virtual_stages: 1",
                 ),
                 (EXPERTS % "over: model", "model.blocks.m.mlp.balance.over", "use layer"),
                 (EXPERTS % "tokens: step", "model.blocks.m.mlp.balance.tokens", "use microbatch"),

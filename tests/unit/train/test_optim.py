@@ -48,6 +48,16 @@ def groups(changes: dict[str, Any]) -> tuple[dict[str, float], HybridLM]:
     return dict(found), model
 
 
+def test_frozen_parameters_are_in_no_group():
+    made = config(EVERY_KIND)
+    with torch.device("meta"):
+        model = HybridLM(made.model)
+    model.blocks[0].requires_grad_(False)
+    optimizer = build_optimizer(model, made.optimizer)
+    found = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert found == {id(parameter) for parameter in model.parameters() if parameter.requires_grad} and len(found) > 9
+
+
 def test_matrices_decay_and_nothing_else_does():
     decay, model = groups({"optimizer.weight_decay": 0.2})
     kept = {name.rpartition(".")[2] for name, rate in decay.items() if rate == 0}

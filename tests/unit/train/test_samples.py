@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.sources.made_up import questions, questions_file
+from llmtrain.data.sources.made_up import questions, records_file
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
@@ -104,4 +104,4 @@ def test_made_up_questions_are_the_same_everywhere():
     asked = [record["messages"][0]["content"] for record in records]
     assert len(set(asked)) == len(records) == 432
     assert records[0]["messages"][1] == {"role": "assistant", "content": "Mira Anmidek lives in Dekbelum."}
-    assert [json.loads(line) for line in questions_file().read_text().splitlines()] == records
+    assert [json.loads(line) for line in records_file("made-up-questions").read_text().splitlines()] == records

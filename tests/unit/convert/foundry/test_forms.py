@@ -11,8 +11,8 @@ import yaml
 
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import Loader
-from llmtrain.convert.foundry.durations import read_duration
 from llmtrain.convert.foundry.migrate import migrate
+from llmtrain.convert.foundry.optimization import read_duration
 from llmtrain.convert.foundry.write import flow_text
 from llmtrain.errors import UserError
 from tests.support.foundry import TASKS, changed, harmless, left, migrated, our_config

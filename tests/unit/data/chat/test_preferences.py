@@ -11,9 +11,9 @@ import pytest
 
 from llmtrain.data.chat.conversation import ChatFault
 from llmtrain.data.chat.preferences import preference
-from llmtrain.data.chat.stored import require_records
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.prepare import prepare
+from llmtrain.data.shards.checks import require_records
 from llmtrain.data.sources.files import PrepareError
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.errors import UserError

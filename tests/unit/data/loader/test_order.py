@@ -9,7 +9,7 @@ import pytest
 from llmtrain.data.loader.mixture_blocks import Phase
 from llmtrain.data.loader.order import SampleOrder
 from llmtrain.data.loader.permutation import key, permute
-from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
+from llmtrain.data.loader.token_dataset import Reader, WorkerSamples
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "0"))
 

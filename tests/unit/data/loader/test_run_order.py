@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.data.inspect.seen import SeenData
+from llmtrain.data.inspect.seen import RunOrder, SeenData
 from llmtrain.data.loader.loaders import build_train_loader
-from llmtrain.data.loader.run_order import RunOrder
-from llmtrain.data.loader.worker_samples import Reader, WorkerSamples
+from llmtrain.data.loader.token_dataset import Reader, WorkerSamples
 from llmtrain.data.shards.index import ShardError, read_index
 from llmtrain.schema.data import DataConfig
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.data.inspect.seen import RunOrder
 from llmtrain.data.loader.loaders import build_train_loader
-from llmtrain.data.loader.run_order import RunOrder
 from llmtrain.data.shards.index import read_index
 from llmtrain.schema.data import DataConfig
 from tests.support.tiny import tiny_settings

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.loader import cache_room, token_samples
+from llmtrain.data.loader import token_samples
 from llmtrain.data.loader.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.shards.checks import check_streams
 from llmtrain.data.shards.index import ShardError
@@ -25,6 +25,14 @@ def validation(config: DataConfig) -> None:
     loader = build_validation_loader(config, global_batch_size=8)
     assert loader is not None
     list(loader)
+
+
+def test_ids_beyond_the_samples_are_refused(data):
+    samples = build_train_loader(data({"a": 16}), global_batch_size=4).dataset
+    assert samples.place(15)[1] <= 15 and samples.num_samples == 16
+    for number in (-1, 16):
+        with pytest.raises(IndexError, match=f"there is no sample {number}"):
+            samples.place(number)
 
 
 def test_a_cache_limit_bounds_what_a_remote_leaves_on_the_disk(data, tmp_path, write_shards):
@@ -295,7 +303,7 @@ def test_a_shard_that_cannot_be_removed_ends_the_run_rather_than_have_others_wai
         tried.append(file)
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(cache_room.Path, "unlink", refuses)
+    monkeypatch.setattr(token_samples.Path, "unlink", refuses)
     with pytest.raises(ShardError, match="Permission denied"):
         list(build_train_loader(config, global_batch_size=8))
     assert tried
@@ -359,7 +367,7 @@ def wait_for(true: Callable[[], bool]) -> bool:
 
 
 def test_the_shards_read_longest_ago_are_removed(data, tmp_path, write_shards, monkeypatch):
-    monkeypatch.setattr("llmtrain.data.loader.cache_room._TOUCH_INTERVAL", 0.0)
+    monkeypatch.setattr("llmtrain.data.loader.token_samples._TOUCH_INTERVAL", 0.0)
     remote = write_shards(tmp_path / "far", 160, compression=None)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/mine.mds").write_text("not of the index")

@@ -7,6 +7,7 @@ from streaming import StreamingDataset
 
 from llmtrain.data.partitions.baselines import read_baselines, unigram_bits_per_byte, xz_bits_per_byte
 from llmtrain.data.prepare import PrepareError, prepare
+from llmtrain.data.shards.split_writer import SplitWriter
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer
 from llmtrain.schema.load import load_config
 from llmtrain.train.report import summary
@@ -16,6 +17,15 @@ def test_unigram_is_the_cross_entropy_of_add_one_smoothed_counts():
     train, held_out = np.array([6, 2, 0]), np.array([1, 2, 1])
     expected = -(math.log2(7 / 11) + 2 * math.log2(3 / 11) + math.log2(1 / 11))
     assert unigram_bits_per_byte(train, held_out, 10) == pytest.approx(expected / 10)
+
+
+@pytest.mark.parametrize(("held_out", "counted"), [(True, [2, 3, 4, 6, 7, 8]), (False, range(1, 9))])
+def test_counts_of_held_out_text_are_of_scored_tokens(tmp_path, held_out, counted):
+    writer = SplitWriter(tmp_path, "shard", 4, 10, held_out)
+    sizes = np.ones(8 * held_out, np.int64)
+    writer.add(np.arange(1, 9, dtype=writer.dtype), sizes, np.array([8]), np.array([True]), 8)
+    writer.finish()
+    assert writer.counts.tolist() == np.bincount(counted, minlength=10).tolist()
 
 
 def test_unigram_of_uniform_bytes_is_eight_bits():

@@ -11,9 +11,15 @@ from llmtrain.data.prepare import PrepareError, prepare
 from llmtrain.data.shards.packing import bytes_per_token
 from llmtrain.data.sources.records import Pieces
 from llmtrain.data.tokenize import engine_choice
-from llmtrain.data.tokenize.byte_sizes import ByteSizes, sizes_agree
 from llmtrain.data.tokenize.encode import DocumentMarks, Encoder
-from llmtrain.data.tokenize.engine_choice import EngineChoice, VerifiedTokenizer, adversarial_texts, choose_engine
+from llmtrain.data.tokenize.engine_choice import (
+    ByteSizes,
+    EngineChoice,
+    VerifiedTokenizer,
+    adversarial_texts,
+    choose_engine,
+    sizes_agree,
+)
 from llmtrain.data.tokenize.engines import ENGINES, EngineError, TokenizersEngine, load_exact
 from llmtrain.errors import RunError
 from tests.support.prepared import digests

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from llmtrain.eval import native_task
-from llmtrain.eval.errors import EvalError
-from llmtrain.eval.limits import time_limit
+from llmtrain.eval.errors import EvalError, time_limit
 from llmtrain.eval.lm_eval import task as tasks
-from llmtrain.eval.lm_eval import templates
 from llmtrain.eval.lm_eval.groups import by_name
 from llmtrain.eval.lm_eval.index import TaskIndex
 from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
@@ -22,6 +20,7 @@ from llmtrain.eval.lm_eval.yaml_file import read_task_file
 from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood
 from llmtrain.eval.task_names import TaskNames
+from llmtrain.eval.tasks import templates
 from tests.support.icl import byte_level
 from tests.support.task_files import write_files
 from tests.unit.eval.harness.test_task import CHOICES, ROWS, TEXT, task, write

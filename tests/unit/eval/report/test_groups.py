@@ -7,8 +7,8 @@ import pytest
 
 from llmtrain.eval.lm_eval.groups import Aggregate, Group, GroupRun, Leaf
 from llmtrain.eval.report.groups import group_lines, group_results
-from llmtrain.eval.report.metrics import Estimate, Metrics
-from llmtrain.eval.report.results import Failure, Report, Result, as_json, as_markdown, long_rows
+from llmtrain.eval.report.metrics import Estimate, Failure, Metrics, Result
+from llmtrain.eval.report.results import Report, as_json, as_markdown, long_rows
 
 
 def leaf(name: str, shots: int = 0) -> Leaf:

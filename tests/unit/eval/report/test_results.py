@@ -11,8 +11,8 @@ import pytest
 
 from llmtrain.eval.report.document_scores import read_lines
 from llmtrain.eval.report.gauntlet import Gauntlet, gauntlet_scores
-from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, Metrics
-from llmtrain.eval.report.results import Report, Result, as_csv, as_json, as_long_csv, as_markdown, write_results
+from llmtrain.eval.report.metrics import DocumentMetrics, Estimate, Metrics, Result
+from llmtrain.eval.report.results import Report, as_csv, as_json, as_long_csv, as_markdown, write_results
 from llmtrain.eval.report.tracking import flat_metrics
 from tests.support.results import choices, texts
 from tests.support.results import result as result_of

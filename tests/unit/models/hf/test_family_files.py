@@ -18,7 +18,8 @@ FOLDER = PACKAGE / "models" / "hf"
 YAMLS = sorted((PACKAGE.parent / "yamls" / "pretrain").glob("*.yaml"))
 # Mamba-2 is also the name of a mixer.
 NAMES = re.compile(
-    r"(?<![a-z])mpt|llama|mistral|qwen|olmo|phi[-_ ]?3|granite|gpt[-_ ]?neox|starcoder|gemma|zamba|nemotron|bamba|falcon",
+    r"(?<![a-z])mpt|llama|mistral|qwen|olmo|phi[-_ ]?3|granite|gpt[-_ ]?neox|starcoder|gemma|zamba|nemotron|bamba|falcon"
+    r"|zaya|apertus|ministral|ernie",
     re.I,
 )
 # A rope_type of config.json, which has the name of the first model that had it.
@@ -26,6 +27,7 @@ ROPE_TYPE = re.compile(r"llama3(scaling)?$|there are default, linear, llama3 and
 YAML_NAME = re.compile(r"\b(mpt|zamba2)-[\d.]+b\b")
 ELSEWHERE = {
     "models/hf/family.py": "the list of families",
+    "models/hf/other_types.py": "types that no family reads",
     "convert/composer.py": "Composer's checkpoints of LLM Foundry's MPT",
     "convert/foundry": "LLM Foundry's YAMLs, whose models are MPT or published ones",
 }
@@ -109,8 +111,9 @@ def _texts(node: ast.AST, docstrings: set[int]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def presets() -> set[str]:
-    """Families that express a shipped YAML's model; MPT's other ones and kda-130m no class expresses."""
-    files = [file for file in YAMLS if not file.stem.startswith(("mpt", "kda")) or file.stem == "mpt-7b-alibi"]
+    """Families that express a shipped YAML's model; MPT's other ones and those that stand beside kda-130m no class expresses."""
+    ours = ("mpt", "kda", "cca", "mamba3", "mla")
+    files = [file for file in YAMLS if not file.stem.startswith(ours) or file.stem == "mpt-7b-alibi"]
     models = [load_config(file).model for file in files]
     found = {family_for_model(model).model_type for model in models}
     others = [family for family in families() if family.model_type not in found]

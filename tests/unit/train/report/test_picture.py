@@ -181,7 +181,7 @@ def test_a_picture_that_fails_is_reported_once_and_ends_nothing(tmp_path, clock,
     for step in (1, 2):
         take(logger, step)
     logger.close(state(2), SimpleNamespace())  # type: ignore[arg-type]
-    assert capsys.readouterr().out.count("loss.png was not drawn: FileNotFoundError") == 1
+    assert capsys.readouterr().out.count("loss.png was not drawn: OutputError: cannot write") == 1
 
 
 def test_curves_of_a_file_with_lines_that_are_none(tmp_path):
