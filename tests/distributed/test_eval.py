@@ -20,7 +20,7 @@ from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import Sharding, TrainConfig
-from llmtrain.train.callbacks.evaluation import evaluating
+from llmtrain.train.composer_model import evaluating
 from llmtrain.train.parallel import parallelize
 from tests.support import checkpoints
 from tests.support.evaluation import Place
