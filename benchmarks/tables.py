@@ -23,31 +23,12 @@ RESULTS, LAYOUT = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "tables
 BEGIN, END = "<!-- figures: python -m benchmarks.tables -->", "<!-- end of figures -->"
 PROVENANCE = ("device", "commit", "date", "command")
 UNITS = {
-    "accuracy": "share correct",
-    "bits_per_byte": "bits/byte",
-    "count": "",
-    "cpu_s": "CPU-s",
-    "documents_per_s": "documents/s",
-    "error": "relative error",
-    "gb_per_s": "GB/s",
-    "gb": "GB",
-    "gib": "GiB",
-    "mb_per_cpu_s": "MB per CPU-second",
-    "mb_per_s": "MB/s",
-    "mb": "MB",
-    "mib": "MiB",
-    "million": "10^6",
-    "million_tokens_per_s": "10^6 tokens/s",
-    "ms_per_mb": "CPU-ms/MB",
-    "ms": "ms",
-    "nats": "nats",
-    "percent": "%",
-    "s": "s",
-    "tb_per_s": "TB/s",
-    "tokens_per_s": "tokens/s",
-    "us": "µs",
-    "x": "×",
-}
+    "accuracy": "share correct", "bits_per_byte": "bits/byte", "count": "", "cpu_s": "CPU-s",
+    "documents_per_s": "documents/s", "error": "relative error", "gb_per_s": "GB/s", "gb": "GB", "gib": "GiB",
+    "mb_per_cpu_s": "MB per CPU-second", "mb_per_s": "MB/s", "mb": "MB", "mib": "MiB", "million": "10^6",
+    "million_tokens_per_s": "10^6 tokens/s", "ms_per_mb": "CPU-ms/MB", "ms": "ms", "nats": "nats", "percent": "%",
+    "s": "s", "tb_per_s": "TB/s", "tokens_per_s": "tokens/s", "us": "µs", "x": "×",
+}  # fmt: skip
 """Units by the end of a figure's name."""
 
 Row = dict[str, Any]

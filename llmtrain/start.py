@@ -107,12 +107,15 @@ def write_start(folder: Path, parts: dict[str, float]) -> None:
 
 
 def cost_of_start(run_dir: Path) -> str:
-    """A line for `describe`: what the newest start of this run cost, or else the newest of a run beside it, as an estimate."""
+    """A line for `describe`: what the newest start of this run cost, and its longest parts (the first start prepares data, say); or
+    else the newest of a run beside it, as an estimate."""
     beside = sorted(run_dir.parent.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in (run_dir / FILE, *beside):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = read_json(path)
-            text = f"{found['seconds']:.0f} s to the end of the first step"
+            longest = sorted(found["parts"].items(), key=lambda part: -part[1])[:2]
+            parts = ", ".join(f"{seconds:.0f} s {name}" for name, seconds in longest)
+            text = f"{found['seconds']:.0f} s to the end of the first step ({parts})"
             if path.parent == run_dir:
                 return f"{text}, on {found['finished']}"
             return f"an estimate: {text} in {path.parent}"

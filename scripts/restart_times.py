@@ -1,12 +1,13 @@
 """Seconds from a killed rank to the end of the next step, on this machine: `llmtrain train --max-restarts` and `kill -9`.
 
-    python scripts/restart_times.py FILE [a.b=c ...] [--nproc 2] [--kills 20] [--seconds 300]
+    python scripts/restart_times.py [FILE] [a.b=c ...] [--nproc 2] [--kills 20] [--device cpu|cuda] [--seconds 300]
 
-FILE must save often (checkpoint.interval), and its text must be prepared. Each rank is killed in turn, some steps after a start.
-The last line is a row for benchmarks/results/training/restarts.json. Exit status 1 if a restart failed or took too long.
+Without FILE it is the quickstart. Each rank is killed in turn, once the run has saved after a start. The last line is a row for
+benchmarks/results/training/restarts.json. Exit status 1 if a restart failed or took too long.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -17,23 +18,42 @@ import tempfile
 import time
 from pathlib import Path
 
+from llmtrain.commands.processes import count_gpus
+
+SETTINGS = (
+    *("train.duration=1000000 steps", "checkpoint.interval=10 steps", "eval.interval=1000000 steps"),
+    *("logging.wandb=null", "logging.tensorboard=false"),
+)
+"""A run that does not end, and saves soon."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file")
+    parser.add_argument("file", nargs="?", default="quickstart", help="a YAML, or its name (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=300.0, help="of one start, at most")
-    args = parser.parse_args()
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are any")
+    args = parser.parse_intermixed_args()
+    environment = dict(os.environ)
+    if args.device == "cpu":
+        environment |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
+    elif args.device == "cuda" and not count_gpus():
+        parser.error("--device cuda: PyTorch finds no GPU here")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides, f"run_dir={run_dir}"]
-        command += ["train.duration=1000000 steps", "--nproc", str(args.nproc), "--max-restarts", str(args.kills)]
+        settings = [*SETTINGS, *args.overrides, f"run_dir={run_dir}"]
+        if args.file == "quickstart":
+            settings.insert(0, f"train.microbatch_size={max(8 // args.nproc, 1)}")
+        command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *settings]
+        command += ["--nproc", str(args.nproc), "--max-restarts", str(args.kills)]
         with (Path(folder) / "log").open("w") as log:
-            run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             found = measure(run, run_dir, args)
+            if (resumed := (Path(folder) / "log").read_text().count("resumed from")) != args.kills:
+                raise ChildProcessError(f"{args.kills} starts, of which {resumed} resumed from a checkpoint")
         except (TimeoutError, ChildProcessError) as error:
             print(f"{error}\n{(Path(folder) / 'log').read_text()[-4000:]}")
             return 1
@@ -54,28 +74,30 @@ def main() -> int:
 def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> list[float]:
     """Seconds of each restart. Raises TimeoutError for one that takes too long, ChildProcessError where the launcher ended."""
     found = []
-    first = await_step(run, run_dir / "start.json", 0, args.seconds)
+    first = await_change(run, run_dir, "start.json", 0, args.seconds)
     for number in range(args.kills):
-        await_step(run, run_dir / "checkpoints", first, args.seconds)  # a save after that step
+        await_change(run, run_dir, "checkpoints/step-*[0-9]/manifest.json", first, args.seconds)
         ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         began = time.monotonic()
         os.kill(int(ranks[number % args.nproc]), signal.SIGKILL)
-        first = await_step(run, run_dir / "start.json", first, args.seconds)
+        first = await_change(run, run_dir, "start.json", first, args.seconds)
         found.append(time.monotonic() - began)
         print(f"kill {number + 1}, of rank {number % args.nproc}: {found[-1]:.1f} s", flush=True)
     return found
 
 
-def await_step(run: subprocess.Popen, path: Path, before: int, seconds: float) -> int:
-    """The time of the newest change of a file or folder, in nanoseconds, once it is after `before`."""
+def await_change(run: subprocess.Popen, run_dir: Path, pattern: str, before: int, seconds: float) -> int:
+    """The time of the newest change of a file, in nanoseconds, once it is after `before`."""
     deadline = time.monotonic() + seconds
     while True:
         if run.poll() is not None:
             raise ChildProcessError(f"the launcher ended with status {run.returncode}")
-        if path.exists() and (changed := path.stat().st_mtime_ns) > before:
-            return changed
+        for path in run_dir.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                if (changed := path.stat().st_mtime_ns) > before:
+                    return changed
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not change in {seconds:g} s")
+            raise TimeoutError(f"{run_dir / pattern} did not change in {seconds:g} s")
         time.sleep(0.02)
 
 

@@ -5,19 +5,22 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 _SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 class Parser(argparse.ArgumentParser):
     """Arguments of the program whose `__name__` and `__doc__` are given. config: a run's YAML (`file`) and settings
-    (`overrides`) come first."""
+    (`overrides`) come first. out: --out names a file of rows."""
 
-    def __init__(self, module: str, doc: str | None, *, config: bool = False):
+    def __init__(self, module: str, doc: str | None, *, config: bool = False, out: bool = False):
         name = module.rpartition(".")[2]
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=f"python -m benchmarks {name}", description=doc, formatter_class=raw, allow_abbrev=False)
         self.config = config
+        if out:
+            self.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, row by row")
         if config:
             self.add_argument("file", metavar="FILE", help="a run's YAML")
             self.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of it")

@@ -76,7 +76,6 @@ def measure_peer(
     *,
     limit: int | None = None,
     seconds: float | None = None,
-    say: Callable[[str], None] = print,
 ) -> PeerMeasured | None:
     """Speed of the harness with the fastest batch size. None if none fits the GPU's memory.
 
@@ -96,12 +95,12 @@ def measure_peer(
         try:
             found, spent, done = _timed(lambda some: ask(peer, [asked[at][1] for at in some]), chosen, share)
         except torch.cuda.OutOfMemoryError:
-            say(f"  harness, batch {batch}: does not fit the GPU's memory")
+            print(f"  harness, batch {batch}: does not fit the GPU's memory", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
             continue
         rate = done / spent
-        say(f"  harness, batch {batch}: {done} of {len(chosen)} documents in {spent:.1f} s, {rate:.1f}/s")
+        print(f"  harness, batch {batch}: {done} of {len(chosen)} documents in {spent:.1f} s, {rate:.1f}/s", flush=True)
         if best is None or rate > best.rate:
             difference = max(abs(ours[at] - value) for at, value in found.items())
             same = sum(_choice(group, ours) == _choice(group, found) for group in chosen[:done])

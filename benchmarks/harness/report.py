@@ -31,13 +31,6 @@ def device_name() -> str:
     return torch.cuda.get_device_name(0) if count == 1 else f"{count} {torch.cuda.get_device_name(0)}"
 
 
-def commit() -> str | None:
-    """Short hash of the checkout, with + where it differs from it."""
-    from llmtrain.bench.tune.search import commit
-
-    return commit() or None
-
-
 class Report:
     """Rows of one program. out: file that is rewritten after each row. keep: rows that are there already are kept, so that an
     interrupted sweep goes on; otherwise the file begins anew. quiet: print nothing. Raises UserError where the file is no such
@@ -67,8 +60,11 @@ class Report:
     def write(self) -> None:
         if self.out is None:
             return
+        from llmtrain.bench.tune.search import commit
+
         command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-        facts = {"command": command, "device": device_name(), "commit": commit(), "date": date.today().isoformat()}
+        facts = {"command": command, "device": device_name(), "commit": commit() or None}
+        facts["date"] = date.today().isoformat()
         rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in self.rows)
         head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in facts.items())
         self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,9 @@ def run_serve(args: argparse.Namespace) -> int:
     require_at_least(0, args, "port", "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds")
     require_at_least(1, args, "rows", "max_len", "piece", "max_body")
     require_at_most(65535, args, "port")
-    require_at_most(10**6, args, "rows", "prefix_mib", "wait_seconds", "drain_seconds")
+    require_at_most(10**6, args, "rows", "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds")
+    require_at_most(10**8, args, "max_len", "piece")
+    require_at_most(1 << 40, args, "max_body")
     key = _key(args.key_file)
     from llmtrain.data.chat.template import ChatError, find_template
     from llmtrain.generate.engine import Engine
@@ -67,14 +69,19 @@ def run_serve(args: argparse.Namespace) -> int:
         if args.chat_template:
             raise
         missing = f"the model has no chat template, which /v1/chat/completions needs ({error})"
-    engine = Engine(
-        model,
-        rows=args.rows,
-        max_len=args.max_len or min(model.config.max_seq_len, 4096),
-        piece=args.piece,
-        prefix_bytes=round(args.prefix_mib * 2**20),
-        deterministic=args.deterministic,
-    )
+    max_len = args.max_len or min(model.config.max_seq_len, 4096)
+    try:
+        engine = Engine(
+            model,
+            rows=args.rows,
+            max_len=max_len,
+            piece=args.piece,
+            prefix_bytes=round(args.prefix_mib * 2**20),
+            deterministic=args.deterministic,
+        )
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"no memory for --rows {args.rows} of --max-len {max_len}: {reason}; set less") from None
     if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning(f"--host {args.host} without a key: whoever reaches this port uses the model (--key-file)")
     name = args.name or Path(args.model.rstrip("/")).name or args.model

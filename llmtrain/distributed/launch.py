@@ -1,5 +1,6 @@
 """A launcher: one process per rank on this machine; when one dies, all end."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -54,7 +55,8 @@ def launch(
             for rank in range(processes):
                 environment = {**shared, **rank_environment(rank, processes, port), LISTENER: str(handle)}
                 log_file = logs / f"rank{rank}.txt" if rank else None
-                ranks.append(_start(command, environment, log_file, held if rank else (*held, handle)))
+                mode = "a" if attempt else "w"  # what an earlier attempt ended with is worth reading
+                ranks.append(_start(command, environment, log_file, mode, held if rank else (*held, handle)))
         return _watch(ranks, logs, grace_seconds)
     except KeyboardInterrupt:
         return _preempt(ranks, grace_seconds, signal.SIGINT)
@@ -73,11 +75,11 @@ def _raise_terminated(*_: object) -> None:
 
 
 def _start(
-    command: list[str], environment: dict[str, str], log: Path | None, descriptors: tuple[int, ...]
+    command: list[str], environment: dict[str, str], log: Path | None, mode: str, descriptors: tuple[int, ...]
 ) -> subprocess.Popen:
     if log is None:
         return subprocess.Popen(command, env=environment, pass_fds=descriptors)
-    with log.open("w") as file:
+    with log.open(mode) as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, pass_fds=descriptors)
 
 
@@ -113,11 +115,14 @@ def _report(failed: dict[int, int], logs: Path) -> int:
     if there is one."""
     killed = {rank: status for rank, status in failed.items() if status < 0}
     for rank, status in killed.items():
-        name = signal.Signals(-status).name
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         log.error(f"rank {rank} was killed by {name}{hint}; the other ranks were stopped")
     for rank in killed or failed:
-        output = (logs / f"rank{rank}.txt").read_text(errors="replace").strip() if rank else ""
+        output = ""
+        if rank:
+            with contextlib.suppress(OSError):  # the run's folder is gone, say, which may be the cause
+                output = (logs / f"rank{rank}.txt").read_text(errors="replace").strip()
         if output:
             log.error("\n".join(output.splitlines()[-20:]))
     status = next(iter((killed or failed).values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,6 +18,8 @@ LISTENER = "LLMTRAIN_LISTENER"
 
 
 _TIMEOUT = timedelta(minutes=10)
+_LOOKUP_SECONDS = 45.0
+"""Time for the name of rank 0's node to have an address."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,23 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a lone process is rank 0 of 1."""
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a lone process is rank 0 of 1. Raises UserError for others."""
+    size = _number("WORLD_SIZE", 1, range(1, sys.maxsize))
+    local_size = _number("LOCAL_WORLD_SIZE", size, range(1, size + 1))
     return World(
-        rank=int(os.environ.get("RANK", 0)),
+        rank=_number("RANK", 0, range(size)),
         size=size,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        local_rank=_number("LOCAL_RANK", 0, range(local_size)),
+        local_size=local_size,
     )
+
+
+def _number(variable: str, default: int, allowed: range) -> int:
+    text = os.environ.get(variable, str(default))
+    if not (text.isascii() and text.isdigit() and int(text) in allowed):
+        most = f"{allowed.start} to {allowed.stop - 1}" if allowed.stop < sys.maxsize else f"{allowed.start} or more"
+        raise UserError(f"the environment has {variable}={text}: expected a number, {most}, which a launcher sets")
+    return int(text)
 
 
 def host_name() -> str:
@@ -183,11 +195,37 @@ def initialize():
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         options = {"store": _store(world, alone), "rank": world.rank, "world_size": world.size}
-        # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
-        dist.init_process_group(
-            backend, device_id=device_id, timeout=_TIMEOUT, **(options if options["store"] is not None else {})
-        )
+        if options["store"] is None:
+            options = {}
+            _require_meeting_place()
+        try:
+            # Composer would do this without device_id, and NCCL would guess (and warn) at every barrier.
+            dist.init_process_group(backend, device_id=device_id, timeout=_TIMEOUT, **options)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UserError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']}: another process listens there on this machine; set another port"
+            ) from error
     return device
+
+
+def _require_meeting_place() -> None:
+    """Check the address that another launcher gave its ranks; torch would look up a wrong name for minutes. Raises UserError."""
+    address, deadline = os.environ.get("MASTER_ADDR"), time.monotonic() + _LOOKUP_SECONDS
+    if not address or "MASTER_PORT" not in os.environ:
+        raise UserError("the environment has RANK and WORLD_SIZE, but not MASTER_ADDR and MASTER_PORT: use a launcher")
+    port = _number("MASTER_PORT", 0, range(1, 65536))
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            return
+        except socket.gaierror as error:  # of a pod that begins, say
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"MASTER_ADDR={address}: {host_name()} finds no address of that name ({error.strerror})"
+                ) from None
+        time.sleep(0.5)
 
 
 def _store(world: World, alone: bool):

@@ -4,6 +4,7 @@ The interface is the environment's choice, and a wrong one shows in no other way
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -11,11 +12,13 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmtrain.errors import UserError
 
 _IPV4_ADDRESS = 0x8915
 """SIOCGIFADDR of Linux."""
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _SECONDS = 5.0
 """Time for one connection."""
 
@@ -46,22 +49,30 @@ def _named(variable: str) -> Place | None:
         for one in known:
             # NCCL takes the beginning of a name, gloo a whole one.
             if one == name or (variable.startswith("NCCL") and wanted[0] != "=" and one.startswith(name)):
-                with contextlib.suppress(OSError):  # no IPv4 address
+                with contextlib.suppress(OSError):  # no address
                     return Place(f"{variable}={wanted}", _address(one))
                 return None
     raise UserError(f"{variable}={wanted}, but this node has the interfaces {', '.join(known)}")
 
 
 def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    """An address of an interface, of IPv4 if it has one. Raises OSError if it has none that other nodes can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, contextlib.suppress(OSError):
         answer = fcntl.ioctl(one.fileno(), _IPV4_ADDRESS, struct.pack("256s", interface[:15].encode()))
-    return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(answer[20:24])
+    for line in _IPV6_ADDRESSES.read_text().splitlines():
+        address, _, _, scope, _, name = line.split()
+        if name == interface and scope == "00":  # global
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    raise OSError(errno.EADDRNOTAVAIL, f"{interface} has no address")
 
 
 def _by_host_name() -> Place:
     name = socket.gethostname()
     try:
-        return Place(f"the address of the name {name}; set GLOO_SOCKET_IFNAME", socket.gethostbyname(name))
+        return Place(
+            f"the address of the name {name}; set GLOO_SOCKET_IFNAME", str(socket.getaddrinfo(name, 0)[0][4][0])
+        )
     except OSError:  # gloo falls back to this
         return Place(f"no address for the name {name}; set GLOO_SOCKET_IFNAME", "127.0.0.1")
 
@@ -72,7 +83,8 @@ def listening(at: list[Place], answer: str) -> Iterator[list[Place]]:
     with contextlib.ExitStack() as held:
         found = []
         for place in at:
-            listener = held.enter_context(socket.create_server((place.address, 0), backlog=16))
+            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            listener = held.enter_context(socket.create_server((place.address, 0), family=family, backlog=16))
             threading.Thread(target=_serve, args=(listener, answer), name="reach", daemon=True).start()
             held.callback(listener.shutdown, socket.SHUT_RDWR)  # ends accept
             found.append(Place(place.what, place.address, listener.getsockname()[1]))

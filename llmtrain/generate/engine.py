@@ -101,6 +101,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.live: list[_Active] = []
         self._reading: tuple[_Active, Cache] | None = None
+        self._read_last: tuple[Sequence[int], Tensor, Cache] | None = None
+        """A prompt that the reader still holds, with the logits after it: the requests of a group have it in common."""
         self.prompt_tokens_read = self.tokens_drawn = 0
 
     @property
@@ -164,6 +166,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Forget what was read with other weights. Nothing may be under way."""
         assert not self.busy, "requests are under way"
+        self._read_last = None
         if self.prefixes is not None:
             self.prefixes.clear()
 
@@ -194,7 +197,11 @@ class Engine:
         budget = self.prompt_tokens
         while len(self.live) < self.rows and (self._reading or self.waiting) and budget > 0:
             if self._reading is None:
-                self._reading = self._admit(self.waiting.popleft())
+                request = self.waiting.popleft()
+                if self._read_last is not None and request.prompt == self._read_last[0]:
+                    self._begin(_Active(request, self._draws(request), len(request.prompt)), *self._read_last[1:])
+                    continue
+                self._reading = self._admit(request)
             active, cache = self._reading
             ids = active.request.prompt[active.read : active.read + self.piece]
             logits = self._read(ids, cache)
@@ -206,21 +213,30 @@ class Engine:
                 self.prefixes.keep(active.request.prompt[: active.read], cache)
             if active.read == len(active.request.prompt):
                 self._reading = None
-                if self._draw([active], logits):
-                    self.slots.discard(cache)
-                else:
-                    self.slots.join(cache)
-                    self.live.append(active)
+                if not self.deterministic:  # there each row keeps the reader's own memory
+                    self._read_last = active.request.prompt, logits, cache
+                self._begin(active, logits, cache)
 
-    def _admit(self, request: Request) -> tuple[_Active, Cache]:
-        draws = Draws(
+    def _begin(self, active: _Active, logits: Tensor, cache: Cache) -> None:
+        """Draw the first token of a request whose prompt was read."""
+        if self._draw([active], logits):
+            self.slots.discard(cache)
+        else:
+            self.slots.join(cache)
+            self.live.append(active)
+
+    def _draws(self, request: Request) -> Draws:
+        return Draws(
             request.sampling,
             request.prompt,
             request.number,
             vocab_size=self.model.config.vocab_size,
             draws=request.max_new_tokens,
         )
-        active, cache = _Active(request, draws), self.slots.reader()
+
+    def _admit(self, request: Request) -> tuple[_Active, Cache]:
+        self._read_last = None
+        active, cache = _Active(request, self._draws(request)), self.slots.reader()
         if self.prefixes is not None:
             active.read = self.prefixes.restore(request.prompt, cache)
         return active, cache

@@ -43,7 +43,7 @@ class StreamForm(NamedTuple):
     carried: int = 0
 
     def channels(self, d_model: int) -> tuple[int, ...]:
-        """Of each tensor of the Stream."""
+        """Channels of each tensor of the Stream."""
         return (d_model, *[d_model] * self.embedding, *[self.carried] * (self.carried > 0))
 
 
@@ -123,7 +123,7 @@ class HybridLM(nn.Module):
         return self.spans[-1][1] == len(self.config.layer_list())
 
     def crossing(self, border: int) -> StreamForm:
-        """What goes from the layers before this one to it and later ones, beside the hidden states."""
+        """Tensors that go from the layers before this one to it and later ones, beside the hidden states."""
         later = self.config.layer_list()[border:]
         carries = (self.config.blocks[one.block].carries for one in later)
         # A value that is replaced before it is read does not go on: its gradient would be none.

@@ -1,11 +1,13 @@
 """The adapters between our model, objective and loader and Composer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from composer.core import DataSpec
 from composer.models import ComposerModel
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -72,3 +74,26 @@ def data_spec(
         get_num_samples_in_batch=lambda batch: len(batch["sample_ids"]) * counts,
         get_num_tokens_in_batch=lambda batch: batch["input_ids"].numel() * counts * per_sample,
     )
+
+
+@contextmanager
+def evaluating(model: CausalLM) -> Iterator[None]:
+    """Context with the model in eval mode; afterwards its mode is restored and its weights are sharded.
+
+    FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that follows in training. As there is none
+    here, they are resharded after each call (decoding sees sharded weights and records no CUDA graph), and all others at
+    the end.
+    """
+    was_training = model.training
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    model.eval()
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(True, recurse=False)
+    try:
+        yield
+    finally:
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(False, recurse=False)
+        for module in sharded:
+            module.reshard()
+        model.train(was_training)

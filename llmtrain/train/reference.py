@@ -33,6 +33,7 @@ from llmtrain.objectives.base import Batch, Outputs, without_gradient
 from llmtrain.objectives.preference import REFERENCE, Preference
 from llmtrain.train.batches import own_part
 from llmtrain.train.build import Training
+from llmtrain.train.composer_model import evaluating
 from llmtrain.train.step import to_device
 
 _NAME = "log_p"
@@ -116,8 +117,6 @@ def compute_reference(
 ) -> NDArray[np.float32]:
     """Log-probabilities of all answers by the weights as they are, without dropout: [samples, answers], NaN where a sample has no
     such answer. Every rank calls this."""
-    from llmtrain.train.callbacks.evaluation import evaluating  # it imports all of `eval`
-
     model, own = training.model, {}
     compute = _of(training)
     for ids, batch in _batches(loader, samples, training.config.train.least_microbatch, world):

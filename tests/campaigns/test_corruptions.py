@@ -159,11 +159,6 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
     return found.passed()
 
 
-@pytest.mark.ci
-def test_a_few_damages_are_named_or_harmless(scene, tmp_path):
-    draw(scene, tmp_path / "copy", 20)
-
-
 @pytest.mark.campaign
 def test_damages_are_named_or_harmless(scene, tmp_path):
     found = draw(scene, tmp_path / "copy", COUNT)

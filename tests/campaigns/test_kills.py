@@ -119,11 +119,6 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
     return found.passed()
 
 
-@pytest.mark.ci
-def test_a_few_killed_commands_lose_nothing(scene, tmp_path):
-    draw(scene, tmp_path / "copy", 10)
-
-
 @pytest.mark.campaign
 def test_killed_commands_lose_nothing(scene, tmp_path):
     found = draw(scene, tmp_path / "copy", COUNT)

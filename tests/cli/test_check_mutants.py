@@ -71,7 +71,7 @@ KINDS = {
 
 
 WHOLE_FILE = re.compile(
-    r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters|row \d+ \("
+    r"line \d+|is empty|is not text|is not a mapping|is a config for|has more than \d+ characters|row \d+|cannot read"
 )
 
 

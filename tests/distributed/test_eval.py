@@ -20,7 +20,7 @@ from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import Sharding, TrainConfig
-from llmtrain.train.callbacks.evaluation import evaluating
+from llmtrain.train.composer_model import evaluating
 from llmtrain.train.parallel import parallelize
 from tests.support import checkpoints
 from tests.support.evaluation import Place
@@ -59,7 +59,7 @@ def test_results_do_not_depend_on_ranks_batches_or_sharing(place, ranks, tmp_pat
     assert asked == [12, 12, 12, 12, 2, 12]
     for i, changes in enumerate(({"max_batch_tokens": 40}, {"share_prefixes": False})):
         assert_same_details(details(place.run(cache=str(tmp_path / str(i)), **changes))[0], expected)
-    for size in (1, 2, 3):
+    for size in (2, 3):  # of one rank: test_a_sharded_model_with_unequal_work
         cache = str(tmp_path / f"ranks{size}")
         for found, asked in ranks(size).run(details, place.run(cache=cache)):
             assert_same_details(found, expected)

@@ -39,7 +39,7 @@ def test_two_replicas_of_two_ranks_go_on_as_one_replica(ranks, shards, tmp_path)
         (
             2,
             {"train.global_batch_size": 6},
-            r"train.global_batch_size *line 1 *must be a multiple of 4 .2 ranks x microbatch_size 2",
+            "train.global_batch_size *line 1 *6: must be a multiple of 4 .2 ranks x microbatch_size 2",
         ),
     ],
 )

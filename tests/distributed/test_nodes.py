@@ -3,17 +3,22 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import main as torchrun
 
 from tests.support import runs
 from tests.support.nodes import Node, Nodes, why_not
+from tests.support.slurm import Cluster
 from tests.support.tiny import tiny_settings
 
 NAMED = 60.0
@@ -61,6 +66,15 @@ def test_three_healthy_nodes_of_which_one_comes_late(nodes):
     assert [f"node {node}  node{node} " in text for node in range(3)] == [True] * 3
     assert len(re.findall(r"all-reduce, nodes \d and \d, 2 ranks", text)) == 3
     assert text.endswith("preflight: no fault\n")
+
+
+@pytest.mark.ci
+def test_nodes_without_ipv4_are_healthy(nodes):
+    two = nodes(2)
+    two.without_ipv4()
+    started = [doctor(two, node, MASTER_ADDR="fd00::1") for node in (0, 1)]
+    assert [one.wait(NAMED) for one in started] == [0, 0], started[0].text
+    assert started[0].text.endswith("preflight: no fault\n")
 
 
 @pytest.mark.ci
@@ -164,9 +178,7 @@ def test_a_run_whose_node_is_killed_ends_at_once_and_goes_on_to_the_same_bits(no
 
     assert [one.wait(200) for one in train("whole")] == [0, 0]
     survivor, victim = train("killed")
-    while not (two.folder / "killed" / "checkpoints" / "step-00000010").exists():
-        assert survivor.process.is_alive(), survivor.text
-        time.sleep(0.01)
+    await_checkpoint(survivor, two.folder / "killed")
     victim.kill()
     assert survivor.wait(10) not in (0, None)
     assert re.search(r"rank 0 of 2 failed: .*10\.231\.0\.2", survivor.text), survivor.text
@@ -177,3 +189,59 @@ def test_a_run_whose_node_is_killed_ends_at_once_and_goes_on_to_the_same_bits(no
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]) if isinstance(value, torch.Tensor) else value == resumed[name], name
+
+
+def written(nodes: Nodes, shards: Path, **changes: object) -> Path:
+    file = nodes.folder / "run.yaml"
+    changes = {"train.duration": f"{STEPS} steps", "checkpoint.interval": "10 steps", "train.preflight": "on"} | changes
+    file.write_text(json.dumps(tiny_settings(shards, nodes.folder / "run", changes)))
+    return file
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_nodes_of_which_one_is_killed_goes_on(nodes, shards):
+    two = nodes(2)
+    file, hosts = written(two, shards), two.hosts()
+
+    def train(attempt: str) -> list[Node]:
+        meeting = ("--rdzv-backend", "c10d", "--rdzv-id", attempt, "--rdzv-endpoint", "node0:29400")
+        command = ("--nnodes", "2", "--nproc-per-node", "1", *meeting, "-m", "llmtrain", "train", str(file))
+        return [two.start(node, *command, program=torchrun, mounts=(hosts,)) for node in (0, 1)]
+
+    survivor, victim = train("first")
+    await_checkpoint(survivor, two.folder / "run")
+    victim.kill()
+    assert survivor.wait(60) not in (0, None)
+    assert re.search(r"rank 0 of 2 failed: .*10\.231\.0\.2", survivor.text), survivor.text
+    again = train("second")
+    assert [one.wait(400) for one in again] == [0, 0], again[0].text
+    assert re.search(r"resumed from .* \(step [123]0 of 40\)", again[0].text)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_on_two_nodes_of_which_one_is_killed_starts_them_again(nodes, shards):
+    two = nodes(2)
+    file, (_, hosts, _) = written(two, shards), two.hosts()
+    cluster = Cluster(two.folder, real_torchrun=True, on_nodes=("node0", "node1"))
+    job = cluster.start(str(file), NAMESPACE=two.namespace(0)[:-1], HOSTS=hosts, GLOO_SOCKET_IFNAME="eth0")
+    try:
+        await_checkpoint(job, two.folder / "run")
+        os.killpg(int((two.folder / "step-node1").read_text()), signal.SIGKILL)
+        text, _ = job.communicate(timeout=500)
+    finally:
+        job.kill()
+        for step in two.folder.glob("step-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(step.read_text()), signal.SIGKILL)
+    assert job.returncode == 0, text
+    assert "all ranks start again (1 of 3)" in text
+    assert re.search(r"resumed from .* \(step [123]0 of 40\)", text), text
+
+
+def await_checkpoint(job: Any, run_dir: Path) -> None:
+    """Wait for the first checkpoint of a run that a Node or a Popen is."""
+    deadline = time.monotonic() + 400
+    while not (run_dir / "checkpoints" / "step-00000010").exists():
+        alive = job.process.is_alive() if isinstance(job, Node) else job.poll() is None
+        assert alive and time.monotonic() < deadline, job.text if isinstance(job, Node) else job.communicate()[0]
+        time.sleep(0.01)

@@ -13,14 +13,19 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.train.parallel import parallelize
 from tests.support import interpreter
 from tests.support.checkpoints import tokenizer
-from tests.support.models import ALIBI, ATTENTION, MODELS, PACKABLE, build
+from tests.support.models import ALIBI, ATTENTION, LATENT, MODELS, PACKABLE, ROTARY, build
 from tests.support.scoring import assert_same_scores, choices, letters, schemas, score_one_by_one, texts
 from tests.support.tiny import tiny_config
 
 interpreter.speed_up()
 torch.set_num_threads(1)
 
-CAPPED = {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "softcap": 5.0, "position": ALIBI}}, "layers": "a*2"}
+LATENT_8 = LATENT | {"nope_dim": 8, "rope_dim": 8, "value_dim": 8, "position": ROTARY}
+FURTHER = {
+    "capped": {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "softcap": 5.0, "position": ALIBI}}, "layers": "a*2"},
+    "with sinks": {"blocks": {"a": ATTENTION | {"n_kv_heads": 2, "sinks": True, "position": ROTARY}}, "layers": "a*2"},
+    "latent": {"blocks": {"a": LATENT_8, "n": LATENT_8 | {"value_dim": 16, "q_rank": 7}}, "layers": "a n"},
+}
 
 
 def scored(model: CausalLM, requests, **options):
@@ -39,11 +44,13 @@ NAMES = [name for name in PACKABLE if "B" not in name]
         NAMES[0],
         *(pytest.param(name, marks=pytest.mark.ci) for name in NAMES[1:]),
         "capped",
+        *(pytest.param(name, marks=pytest.mark.ci) for name in ("with sinks", "latent")),
         pytest.param("zamba2 as the 1.2B", marks=pytest.mark.slow),
     ],
 )
 def test_scores_are_those_of_a_forward_pass_per_request(name, monkeypatch):
-    monkeypatch.setitem(MODELS, "capped", CAPPED)
+    if name in FURTHER:
+        monkeypatch.setitem(MODELS, name, FURTHER[name])
     model = build(name, platform.cpu())
     assert "need a GPU" in (model.hybrid.prefix_refusal() or "")  # and nothing else
     few = 1 if "mamba" in str(MODELS[name]) else 2  # with all its heads, a scan takes long to interpret

@@ -54,5 +54,5 @@ def test_a_hybrid_learns_by_rewards_alone():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert engine.prefixes is not None and engine.prefixes.reused_tokens == 16 * (GROUP * PROMPTS - 1) * 8
+    assert engine.prefixes is not None and engine.prefixes.reused_tokens == 16 * (PROMPTS - 1) * 8
     assert sum(means[:3]) / 3 < 0.6 and sum(means[-3:]) / 3 > 0.8, means

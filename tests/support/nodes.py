@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ class Nodes:
         shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
         self._run("tc", "-n", self.namespace(node), "qdisc", "add", "dev", "eth0", "root", *shape)
 
+    def without_ipv4(self) -> None:
+        """Give every node an IPv6 address, fd00::1 and so on, in place of its own."""
+        for node in range(self.count):
+            own = self.namespace(node)
+            self._run("ip", "-n", own, "addr", "flush", "dev", "eth0")
+            self._run("ip", "-n", own, "addr", "add", f"fd00::{node + 1}/64", "dev", "eth0", "nodad")
+
     def add_interface(self, node: int, name: str, address: str) -> None:
         """Give a node one more interface, which leads nowhere."""
         own = self.namespace(node)
@@ -106,14 +114,31 @@ class Nodes:
         """Pull a node's cable: nothing arrives any more, and nobody is told."""
         self._run("ip", "-n", self._name, "link", "set", f"port{node}", "down")
 
-    def start(self, node: int, *arguments: str, mounts: tuple[tuple[str, ...], ...] = (), **environment: str) -> Node:
-        """Begin `llmtrain ARGUMENTS` as the rank of a node. mounts: arguments of `mount`, for this node alone."""
+    def hosts(self) -> tuple[str, ...]:
+        """Arguments of `mount` with which a node finds the others by their names, node0 and so on."""
+        file = self.folder / "hosts"
+        names = (f"{self.address(node)} node{node}\n" for node in range(self.count))
+        file.write_text("127.0.0.1 localhost\n" + "".join(names))
+        return "--bind", str(file), "/etc/hosts"
+
+    def start(
+        self,
+        node: int,
+        *arguments: str,
+        program: Callable[[], int | None] = main,
+        mounts: tuple[tuple[str, ...], ...] = (),
+        **environment: str,
+    ) -> Node:
+        """Begin `llmtrain ARGUMENTS` (or a program's, by its main function) as the rank of a node. mounts: arguments of `mount`,
+        for this node alone."""
         ranks = {"RANK": node, "WORLD_SIZE": self.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": node}
         meeting = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
         variables = {name: str(value) for name, value in ranks.items()} | meeting | environment
         printed = self.folder / f"printed-{len(self._processes)}.txt"
         process = warm().Process(
-            target=_llmtrain, args=(self.namespace(node), node, arguments, mounts, variables, printed), daemon=False
+            target=_run_on_node,
+            args=(self.namespace(node), node, program, arguments, mounts, variables, printed),
+            daemon=False,
         )
         process.start()
         self._processes.append(Node(process, printed))
@@ -130,9 +155,10 @@ class Nodes:
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def _llmtrain(
+def _run_on_node(
     namespace: str,
     node: int,
+    program: Callable[[], int | None],
     arguments: tuple[str, ...],
     mounts: tuple[tuple[str, ...], ...],
     variables: dict[str, str],
@@ -153,4 +179,4 @@ def _llmtrain(
     os.environ.update(variables)
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a command of its own
     sys.argv[1:] = arguments
-    exit_with(main)
+    exit_with(program)

@@ -1,4 +1,4 @@
-"""A SLURM of one node, made of stand-ins for its commands."""
+"""A SLURM of one node, or of nodes in network namespaces, made of stand-ins for its commands."""
 
 import os
 import stat
@@ -21,6 +21,21 @@ if [[ $1 == llmtrain ]]; then SLURM_STEP_NODELIST="${nodes[*]}" exec "$@"; fi
 setsid env SLURM_NODEID=1 "$@" &
 echo $! > step
 wait $!"""
+SRUN_ON_NODES = """\
+while [[ $1 == --* ]]; do
+    if [[ $1 == --nodelist=* ]]; then IFS=, read -ra nodes <<<"${1#*=}"; fi
+    shift
+done
+for id in "${!nodes[@]}"; do
+    node=${nodes[id]}
+    SLURM_NODEID=$id setsid ip netns exec "$NAMESPACE${node#node}" unshare --uts --mount bash -c \
+        'hostname "$1" && mount --bind "$HOSTS" /etc/hosts && shift && exec "$@"' bash "$node" "$@" &
+    pids+=($!)
+    echo $! > "step-$node"
+done
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status"""
 # Signals the task only, as proctrack/cgroup does.
 SCANCEL = """\
 echo "scancel $*" >> calls
@@ -51,19 +66,25 @@ raise SystemExit(143)
 
 
 class Cluster:
-    """`calls` is what was called, and what the ranks heard. With real_torchrun, `llmtrain train` runs on two ranks."""
+    """`calls` is what was called, and what the ranks heard. With real_torchrun, `llmtrain train` runs on two ranks: of one node, or
+    of on_nodes, names of nodes (the environment has their NAMESPACE without a number, and HOSTS for /etc/hosts)."""
 
-    def __init__(self, folder: Path, real_torchrun: bool = False, nodes: int = 2):
+    def __init__(self, folder: Path, real_torchrun: bool = False, nodes: int = 2, on_nodes: tuple[str, ...] = ()):
         self.folder = folder
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        names = ["localhost"] if real_torchrun else [f"n{node + 1}" for node in range(nodes)]
+        names = list(on_nodes) or ["localhost"] if real_torchrun else [f"n{node + 1}" for node in range(nodes)]
         scontrol = f"""case "$*" in
 "show hostnames "*) printf "%s\\n" {" ".join(names)};;
 "show node "*) [[ " ${{DOWN:-}} " == *" $3 "* ]] && echo "NodeName=$3 State=DOWN*+DRAIN" || echo "NodeName=$3 State=MIXED";;
 *) echo "scontrol $*" >> calls;;
 esac"""
-        stubs = {"scontrol": scontrol, "srun": SRUN, "scancel": SCANCEL, "torchrun": TORCHRUN}
+        stubs = {
+            "scontrol": scontrol,
+            "srun": SRUN_ON_NODES if on_nodes else SRUN,
+            "scancel": SCANCEL,
+            "torchrun": TORCHRUN,
+        }
         if real_torchrun:
             stubs["torchrun"] = f'exec {sys.executable} -m torch.distributed.run "$@"'
         stubs["llmtrain"] = LLMTRAIN
@@ -79,7 +100,7 @@ esac"""
             "SLURM_JOB_ID": "4711",
             "SLURM_JOB_NUM_NODES": str(len(names)),
             "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_GPUS_ON_NODE": "2" if real_torchrun else "8",
+            "SLURM_GPUS_ON_NODE": ("1" if on_nodes else "2") if real_torchrun else "8",
         }
 
     def start(self, *arguments: str, **extra: str) -> subprocess.Popen[str]:

@@ -1,5 +1,6 @@
 """The parts of a start: what is logged of them, and what is written."""
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -19,8 +20,9 @@ def _fresh(monkeypatch):
 def test_long_parts_are_reported_with_their_seconds_by_rank_0(capsys, monkeypatch, rank, seconds, reported):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(start, "REPORTED_PHASE", seconds and seconds - 0.5)
-    with start.start_phase("imports"):
-        pass
+    with start.import_phase("imports"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
     assert capsys.readouterr().err == ("start: imports  0.0 s\n" if reported else "")
 
 
@@ -61,9 +63,14 @@ def test_describe_has_the_cost_of_a_start(tmp_path: Path):
     other = tmp_path / "runs" / "other"
     other.mkdir(parents=True)
     start.write_start(other, {"a": 20.0, "b": 4.4})
-    assert start.cost_of_start(run) == f"an estimate: 24 s to the end of the first step in {other}"
+    assert start.cost_of_start(run) == f"an estimate: 24 s to the end of the first step (20 s a, 4 s b) in {other}"
     run.mkdir()
     start.write_start(run, {"a": 2.0})
-    assert start.cost_of_start(run).startswith("2 s to the end of the first step, on 20")
-    (run / "start.json").write_text(json.dumps([]))
-    assert start.cost_of_start(run).startswith("an estimate: 24 s")
+    assert start.cost_of_start(run).startswith("2 s to the end of the first step (2 s a), on 20")
+    for damaged in (
+        [],
+        {"seconds": 2.0, "parts": [], "finished": ""},
+        {"seconds": 2.0, "parts": {"a": "b"}, "finished": ""},
+    ):
+        (run / "start.json").write_text(json.dumps(damaged))
+        assert start.cost_of_start(run).startswith("an estimate: 24 s")

@@ -107,7 +107,7 @@ def command_of(program: str, args: argparse.Namespace, corpus: Path, folder: Pat
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__)
+    parser = Parser(__name__, __doc__, out=True)
     parser.add_argument("--files", type=positive, default=4, help="of 64 MiB per worker beyond the smaller corpus")
     parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2])
     parser.add_argument("--engine", default="auto", help="tokenizer engine")
@@ -116,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pin", action="store_true", help="as many cores as workers, one thread of each")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment that holds the peers")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     if args.peers is None and set(args.programs) & set(PEERS):
         parser.error(f"--programs {' '.join(args.programs)}: --peers is needed")

@@ -25,12 +25,8 @@ TOKENS = 16384
 YAMLS = Path(__file__).parents[3] / "yamls"
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 224, 256)
 FEATURES: tuple[dict[str, Any], ...] = (
-    {},
-    {"sliding_window": 1024},
-    {"documents": True},
-    {"documents": True, "sliding_window": 1024},
-    {"alibi_max_bias": 8.0},
-    {"softcap": 30.0},
+    *({}, {"sliding_window": 1024}, {"documents": True}, {"documents": True, "sliding_window": 1024}),
+    *({"alibi_max_bias": 8.0}, {"softcap": 30.0}),
 )
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 
@@ -74,7 +70,7 @@ def drawn_attention(count: int, seed: int) -> list[Shape]:
 def scans() -> list[Shape]:
     """Every scan once: those of models at 4,096 tokens, then sizes in turn, then lengths, also such as no chunk divides."""
     found = [_scan(heads, dim, state, groups, 4096) for heads, dim, state, groups in PUBLISHED["scans"].values()]
-    found += [_scan(spec.n_heads, spec.head_dim, spec.d_state, spec.n_groups, 4096) for spec in _shipped_scans()]
+    found += [_scan(spec.n_heads, spec.head_dim, spec.d_state, spec.n_groups, 4096) for spec, _ in _specs(SSDSpec)]
     for d_state in (16, 64, 128, 256):
         for head_dim in (64, 128):
             found += [_scan(4096 // head_dim, head_dim, d_state, groups, 4096) for groups in (1, 2, 8)]
@@ -123,10 +119,6 @@ def _shipped() -> Iterator[Shape]:
         if spec.sliding_window is not None and spec.sliding_window >= seq_len:
             spec = replace(spec, sliding_window=None)
         yield Shape(spec, max(1, TOKENS // seq_len), seq_len)
-
-
-def _shipped_scans() -> Iterator[SSDSpec]:
-    return (spec for spec, _ in _specs(SSDSpec))
 
 
 def _specs(kind: type) -> Iterator[tuple[Any, int]]:

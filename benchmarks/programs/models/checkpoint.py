@@ -36,6 +36,7 @@ from llmtrain.checkpoint.format.storage import THREADS
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import RunState
 from llmtrain.checkpoint.saver import Saver
+from llmtrain.distributed.processes import age
 from llmtrain.distributed.world import gloo_group, initialize
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
@@ -46,12 +47,11 @@ _WARM_UP, _ALONE = 3, 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--saves", type=positive, default=3, help="in the background")
     parser.add_argument("--seconds", type=number, default=30.0, help="after which no third or later one of them begins")
     parser.add_argument("--repeat", type=positive, default=1, help="synchronous saves of each kind")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)
     if not isinstance(config.train.microbatch_size, int):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(config: Config, folder: Path, report: Report, *, saves: int, seconds: float, repeat: int) -> None:
     """Rows of all parts, the same on every rank."""
-    start = _process_age()
+    start = age(os.getpid())  # of Python, imports and the process group
     torch.manual_seed(config.seed)
     ours, theirs = folder / "llmtrain", folder / "torch"
     training = Training(config)
@@ -188,12 +188,6 @@ def timed(action: Callable[[], object]) -> float:
     clock()
     dist.barrier()
     return time.perf_counter() - began
-
-
-def _process_age() -> float:
-    """Seconds since this process began: Python, imports, process group."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:

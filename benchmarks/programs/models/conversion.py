@@ -57,11 +57,10 @@ print("PEAKS", *peaks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--filled", type=number, default=1.0)
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides).model

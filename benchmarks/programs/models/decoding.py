@@ -34,14 +34,13 @@ Request = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64])
     parser.add_argument("--prompt", type=positive, default=1800)
     parser.add_argument("--new", type=positive, default=120, help="at least two")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--peer-repeats", type=natural, default=1, help="0: llmtrain alone")
     parser.add_argument("--curve", type=Path, metavar="PNG")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse(argv)
     if args.new < 2:
         parser.error(f"--new {args.new}: a request for one token is subtracted from it")

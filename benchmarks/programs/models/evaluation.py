@@ -80,7 +80,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK[:SHOTS]")
     parser.add_argument("--limit", type=positive)
@@ -92,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-seconds", type=number, help="for the harness on each task, all batch sizes together")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--vocab", type=positive, help=f"default: {_VOCAB:,}, or what the tasks' text yields")
-    parser.add_argument("--out", type=Path, metavar="JSON")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)
     if args.out and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder; name a file, such as {args.out / 'evaluation.json'}")
     report = Report(args.out)
-    chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, shots in map(_parse, args.tasks)]
+    named = [task.partition(":") for task in args.tasks]
+    chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, _, shots in named]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
     with frozen_gc(), tempfile.TemporaryDirectory() as folder:
         export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
@@ -134,21 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row, scores, (task, shots) in zip(rows, answers, chosen, strict=True):
             print(f"{row.task}: asking lm-evaluation-harness", flush=True)
             limit = args.peer_limit_shots if shots and args.peer_limit_shots else args.peer_limit
-            row.theirs = measure_peer(
-                peer,
-                instances(task, documents[task.name], shots),
-                scores,
-                args.peer_batch,
-                limit=limit,
-                seconds=args.peer_seconds,
-                say=lambda line: print(line, flush=True),
-            )
+            asked = instances(task, documents[task.name], shots)
+            bounds: dict[str, Any] = {"limit": limit, "seconds": args.peer_seconds}
+            row.theirs = measure_peer(peer, asked, scores, args.peer_batch, **bounds)
             report.add(row.task, **row.figures())
-
-
-def _parse(task: str) -> tuple[str, str]:
-    name, _, shots = task.partition(":")
-    return name, shots
 
 
 def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokenizer:

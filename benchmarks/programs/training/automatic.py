@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(name: str, settings: list[str], steps: int) -> dict[str, Any]:
         result = waiting.pop().result(args.file, [*args.overrides, *settings], args.warmup, steps)
-        rows.append({"name": name, **result})
-        rows[-1]["seconds_in_all"] = time.monotonic() - began
+        rows.append({"name": name, **result, "seconds_in_all": time.monotonic() - began})
         print(json.dumps(rows[-1]), flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"file": args.file, "overrides": args.overrides, "rows": rows}, indent=1))

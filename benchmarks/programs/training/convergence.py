@@ -181,7 +181,8 @@ class Run:
         try:
             while not self._enough(self.rows(), seconds, steps):
                 if self.ended() and not self._enough(self.rows(), seconds, steps):  # what it wrote last counts too
-                    raise RunError(f"ended by itself after {len(self.rows())} steps:\n{_end(self.log)}")
+                    end = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+                    raise RunError(f"ended by itself after {len(self.rows())} steps:\n{end}")
                 time.sleep(0.5)
         finally:
             self.kill()
@@ -240,10 +241,6 @@ def _compile(runs: Sequence[Run]) -> None:
                 waiting.remove(run)
                 print(f"{run.name}: {'ended' if run.ended() else 'compiled'}", flush=True)
         time.sleep(0.05)
-
-
-def _end(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
 
 def _parameters(config: Any) -> int:

@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
@@ -28,10 +27,9 @@ WARMUP, STEPS = 4, 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse(argv)
     base = "nf4" if args.kinds[0].endswith("nf4") else "bf16"

@@ -28,8 +28,7 @@ WARMUP = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--in-process", action="store_true", help="only the plain loop, in this process, as JSON")
     args = parser.parse(argv)
     config = load_config(args.file, args.overrides)

@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser, natural, positive
@@ -34,7 +33,7 @@ SCANS = 8  # one behind the other, as the layers of a step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__)
+    parser = Parser(__name__, __doc__, out=True)
     parser.add_argument("file", nargs="?", metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--nproc", type=positive, default=1)
@@ -45,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true", help="also the milliseconds of one step's kernels, on rank 0")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--tokens", type=positive, default=131_072, help="with --scan")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # in this process
     parser.config = True
     given = sys.argv[1:] if argv is None else list(argv)

@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser
@@ -33,9 +32,8 @@ KERNELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__, config=True)
+    parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["ours", "public", "auto"])
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, after each process")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse(argv)
     configs = {name: with_kernels(args.file, args.overrides, name) for name in args.kernels}
@@ -78,10 +76,5 @@ def measure(config: Config) -> dict[str, Any]:
     public = any(block.backend == "mamba_ssm" for block in config.model.blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     loop = plain_loop(config, fullgraph=not public)
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {
-        "step": statistics.median(loop.seconds),
-        "host": statistics.median(loop.host),
-        "gpu": loop.kernels,
-        "losses": loop.losses,
-        "memory": memory,
-    }
+    found = {"step": statistics.median(loop.seconds), "host": statistics.median(loop.host), "gpu": loop.kernels}
+    return found | {"losses": loop.losses, "memory": memory}

@@ -35,7 +35,7 @@ def meaning(path: str) -> Meaning | None:
     parts = [part for part in path.split(".") if not part.isdigit()]
     if len(parts) > 1 and SAME.get(parts[0], parts[0]) == "eval_loader":
         parts[0] = "train_loader"
-    parts[0] = SAME.get(parts[0], parts[0])
+    parts[:1] = [SAME.get(part, part) for part in parts[:1]]
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end])
         if key in NOT_NEEDED:

@@ -1,4 +1,4 @@
-"""What the operators of delta rules have in common: the form of their gradients, and arguments of their kernels' launches."""
+"""Form of the gradients of delta rules' operators, and arguments of their kernels' launches."""
 
 from __future__ import annotations
 

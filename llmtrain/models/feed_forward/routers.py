@@ -47,7 +47,7 @@ class Router(nn.Module):
         return F.linear(_jittered(tokens.to(self.weight.dtype), jitter), self.weight, self.bias), None
 
     def matrices(self) -> list[nn.Parameter]:
-        """Those by which a token's channels are multiplied."""
+        """Matrices by which a token's channels are multiplied."""
         return [self.weight]
 
 

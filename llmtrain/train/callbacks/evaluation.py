@@ -1,8 +1,7 @@
 """Evaluation of in-context-learning tasks during training, by all ranks."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
-from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.checkpoint.local import folder_name, step_of
 from llmtrain.config.held_folder import require_in_place
@@ -33,6 +31,7 @@ from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.train.composer_model import evaluating
 
 
 class KeptResults:
@@ -202,26 +201,3 @@ class Evaluation(Callback):
             skipped=one.documents.skipped,
             style=None if task.rolling else self.style.as_json(),
         )
-
-
-@contextmanager
-def evaluating(model: CausalLM) -> Iterator[None]:
-    """Context with the model in eval mode; afterwards its mode is restored and its weights are sharded.
-
-    FSDP2 keeps the root's weights gathered after a forward pass, for the backward pass that follows in training. As there is none
-    here, they are resharded after each call (decoding sees sharded weights and records no CUDA graph), and all others at
-    the end.
-    """
-    was_training = model.training
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    model.eval()
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_forward(True, recurse=False)
-    try:
-        yield
-    finally:
-        if isinstance(model, FSDPModule):
-            model.set_reshard_after_forward(False, recurse=False)
-        for module in sharded:
-            module.reshard()
-        model.train(was_training)

@@ -22,7 +22,7 @@ from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.evaluation import SamplesConfig
-from llmtrain.train.callbacks.evaluation import evaluating
+from llmtrain.train.composer_model import evaluating
 
 EXACT_MATCH = "samples/exact_match"
 FILE = "samples.jsonl"

@@ -91,7 +91,7 @@ class StagedLM(CausalLM):
             dist.send(tensor.contiguous(), to, group)
 
     def _received(self, border: int) -> Stream:
-        """What the stage of the layers before this one sent."""
+        """Tensors that the stage of the layers before this one sent."""
         source, group = self.stages.peer(self.stages.rank - 1), self.stages.group
         shape = torch.empty(4, dtype=torch.int64, device=self.device)
         dist.recv(shape, source, group)

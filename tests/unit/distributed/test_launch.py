@@ -72,6 +72,21 @@ def test_every_rank_succeeds_or_the_first_failure_is_the_status(tmp_path: Path, 
     assert "rank 1 says why" in capfd.readouterr().err
 
 
+def test_a_rank_is_reported_whatever_ended_it_and_whatever_became_of_its_log(tmp_path: Path, capfd):
+    ended = "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 45)"
+    assert launch([sys.executable, "-c", ended], 2, str(tmp_path)) == 128 + 45
+    assert "rank 1 was killed by signal 45; the other ranks were stopped" in capfd.readouterr().err
+    without_folder = f"import os, shutil; shutil.rmtree({str(tmp_path)!r}, ignore_errors=True); os._exit(3)"
+    assert launch([sys.executable, "-c", without_folder], 2, str(tmp_path)) == 3
+
+
+def test_a_log_keeps_what_earlier_attempts_wrote_and_no_earlier_run(tmp_path: Path):
+    for run in range(2):
+        for attempt in range(2):
+            assert launch([sys.executable, "-c", f"print({run}, {attempt})"], 2, str(tmp_path), attempt=attempt) == 0
+        assert (tmp_path / "logs" / "rank1.txt").read_text() == f"{run} 0\n{run} 1\n"
+
+
 SAVES = """
 import os, pathlib, signal, sys, time
 notes = pathlib.Path(os.environ["NOTES"])

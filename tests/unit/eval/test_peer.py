@@ -34,7 +34,7 @@ def measure(monkeypatch):
         asked: Any = [(at // CHOICES, at) for at in range(CHOICES * documents)]
         ours = [float(at) for at in range(len(asked))]
         ours[0] = 0.5
-        return measure_peer(peer, asked, ours, batches, say=lambda line: None, **options)
+        return measure_peer(peer, asked, ours, batches, **options)
 
     return measured
 

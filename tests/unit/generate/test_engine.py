@@ -83,6 +83,20 @@ def test_requests_end_by_stop_length_token_and_cancellation(model, deterministic
     assert again[0].ids == again[1].ids == free.ids and [one.end for one in again] == ["length"] * 3
 
 
+def test_a_prompt_that_requests_have_in_common_is_read_once(model):
+    def group(made: Engine) -> list[Request]:
+        prompts = [[1, 2, 3]] * 3 + [[4, 5]] * 2 + [[1, 2, 3]]
+        return made.run(Request(ids, 6, Sampling(seed=3), number=at) for at, ids in enumerate(prompts))
+
+    made = engine(model)
+    found = [one.ids for one in group(made)]
+    assert made.prompt_tokens_read == 3 + 2 + 3 and len({tuple(ids) for ids in found[:3]}) == 3
+    assert found == [one.ids for one in group(engine(model, deterministic=True))]
+    made.weights_changed()
+    group(made)
+    assert made.prompt_tokens_read == 2 * 8, "nothing of other weights is left"
+
+
 def test_a_cancelled_prompt_is_read_no_further(model):
     made, request = engine(model, prompt_tokens=8), Request([3] * 33, 5, GREEDY)
     other = made.submit(Request([1], 20, GREEDY))

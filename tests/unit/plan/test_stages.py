@@ -6,19 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD
 
 from llmtrain.adapt.base import meta_model
 from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.plan.describe import describe
-from llmtrain.plan.memory import estimate_memory, stage_bytes, stage_memories
+from llmtrain.plan.memory import estimate_memory, stage_bytes, stage_memories, under_way
 from llmtrain.plan.parameters import parameter_sizes
-from llmtrain.plan.scaling import bubble_share, cluster, predicted
+from llmtrain.plan.scaling import bubble_share, cluster, handed_on_seconds, predicted
 from llmtrain.plan.stages import divided, stage_spans
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
+from llmtrain.schema.pipeline import rounds
 
 YAMLS = Path(__file__).parents[3] / "yamls" / "pretrain"
 H200 = device_by_short_name("h200")
+PLACE = cluster(H200, 8, "ndr", None)
 
 
 def config(name: str, stages: int, *overrides: str) -> Config:
@@ -38,6 +42,21 @@ def test_the_largest_of_all_stages_is_as_small_as_it_can_be():
         ways = ((0, *cut, len(costs)) for cut in itertools.combinations(range(1, len(costs)), parts - 1))
         best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
         assert max(sum(costs[first:last]) for first, last in bounds) == best
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "microbatches"), [(2, 2, 2), (2, 3, 8), (4, 2, 7), (4, 4, 16), (8, 2, 12)]
+)
+def test_microbatches_under_way_in_turn_are_those_of_the_schedule_of_torch(
+    stages: int, virtual: int, microbatches: int
+):
+    order = object.__new__(ScheduleInterleaved1F1B)
+    order.n_local_stages, order.pp_group_size, order._n_microbatches = virtual, stages, microbatches
+    order.microbatches_per_round = microbatches // rounds(stages, microbatches)
+    for rank in range(stages):
+        kinds = [one.computation_type for one in order._calculate_single_rank_operations(rank) if one is not None]
+        held = list(itertools.accumulate((kind == FORWARD) - (kind == FULL_BACKWARD) for kind in kinds))
+        assert max(held) == virtual * under_way(rank, stages, virtual, microbatches), rank
 
 
 def test_a_large_head_takes_layers_from_the_last_stage():
@@ -94,6 +113,13 @@ def test_a_bubble_shrinks_with_the_microbatches():
     sizes = replace(sizes, stages=tuple(replace(stage, shares=(0.25,)) for stage in sizes.stages))
     assert bubble_share(of, sizes, 4) == pytest.approx(3 / 64)
     assert bubble_share(of, sizes, 32) == pytest.approx(3 / 8)
+    of = config("llama3-8b", 4, "train.global_batch_size=64", "train.parallel.virtual_stages=4")
+    in_turn = parameter_sizes(of)
+    in_turn = replace(in_turn, stages=tuple(replace(stage, shares=(0.25 / 4,) * 4) for stage in in_turn.stages))
+    assert bubble_share(of, in_turn, 4) == pytest.approx(3 / 64 / 4)
+    assert handed_on_seconds(of, PLACE, 4) == 4 * handed_on_seconds(
+        config("llama3-8b", 4, "train.global_batch_size=64"), PLACE, 4
+    )
     assert bubble_share(config("llama3-8b", 1), parameter_sizes(config("llama3-8b", 1)), 8) == 0
 
 

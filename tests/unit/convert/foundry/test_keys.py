@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, table
+from llmtrain.convert.foundry.keys import MAPPED, MISSING, NOT_NEEDED, meaning, table
 from tests.support.foundry import harmless, left, migrated
 
 PAGE = Path(__file__).parents[4] / "docs" / "migrating-from-llm-foundry.md"
@@ -199,3 +199,7 @@ def test_the_page_has_the_table():
 @pytest.mark.parametrize("name, left_over", [("weird_norm", True), ("triton_rmsnorm", False), ("LayerNorm", False)])
 def test_an_unknown_norm_is_left(name, left_over, tmp_path):
     assert ("model.norm_type" in left(migrated(tmp_path, {"model.norm_type": name}))) == left_over
+
+
+def test_a_number_is_no_key():
+    assert meaning("3") is None and meaning("") is None and meaning("model.3") is None
