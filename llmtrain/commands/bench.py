@@ -40,7 +40,7 @@ def _add_tune(commands) -> None:
         "--operation",
         default="attention",
         metavar="NAME",
-        help="attention (default), ssd, conv1d, gated_norm, norm or rotary",
+        help="attention (default), ssd, kimi_delta, conv1d, gated_norm, norm or rotary",
     )
     sub.add_argument(
         "--shape",

@@ -14,6 +14,7 @@ from llmtrain.kernels import row_tiles
 from llmtrain.kernels.attention import triton_launch as attention
 from llmtrain.kernels.conv1d import triton_launch as conv1d
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
+from llmtrain.kernels.kimi_delta import triton_launch as kimi_delta
 from llmtrain.kernels.options import Count, Options, decode, encode, mistake
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.ssd import triton_launch as ssd
@@ -51,6 +52,8 @@ KERNELS: dict[str, Kernel] = {
     "norm.backward": Kernel(("dim",), row_tiles.Tile),
     # Both directions: the gradient is a rotation.
     "rotary": Kernel(("head_dim",), rotary.Launch),
+    # All kernels of the rule: they share chunks of one size. Channels of values are in no key: a program takes a block of them.
+    "kimi_delta": Kernel(("key_head_dim",), kimi_delta.Launch),
 }
 
 

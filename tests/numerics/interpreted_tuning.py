@@ -4,6 +4,7 @@ What `bench tune` checks before it times: a launch is right, and a kernel that c
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_kernel_of_a_scan_is_checked_within_the_whole_scan():
         assert made.error(part, first) < made.tolerance
     made.tensors[3] = made.tensors[3] + 1
     assert made.error(part, first) > made.tolerance
+
+
+def test_a_kernel_of_a_delta_rule_is_checked_within_its_direction():
+    case = {"heads": 1, "key_head_dim": 16, "value_head_dim": 16, "seq_len": 20, "tokens": 20, "dtype": "float16"}
+    made = search("kimi_delta", case, "cpu", WHERE)
+    parts = ("pair_products", "chunk_gradients")
+    for part in parts:
+        first, *_, last = made.candidates(part, True)
+        assert max(made.error(part, first), made.error(part, last)) < made.tolerance
+    assert made.error("whole", asdict(made.table)) < made.tolerance
+    made.given[0].mul_(2)
+    assert all(made.error(part, made.candidates(part, True)[0]) > made.tolerance for part in parts)
 
 
 def test_what_is_not_given_a_launch_takes_the_tables():

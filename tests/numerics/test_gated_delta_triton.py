@@ -78,12 +78,13 @@ def test_every_kernel_compiles(arch, size):
 
 
 @pytest.mark.parametrize(("arch", "expected"), [("sm90", "triton"), ("sm80", "reference"), ("sm100", "reference")])
-def test_they_are_taken_where_they_were_measured(monkeypatch, arch, expected):
+@pytest.mark.parametrize("spec", [GatedDeltaSpec(4, 2, 64, 64), KimiDeltaSpec(4, 2, 64, 64)], ids=["", "by channel"])
+def test_they_are_taken_where_they_were_measured(monkeypatch, spec, arch, expected):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no fla-core
-    spec, here = GatedDeltaSpec(4, 2, 64, 64), replace(H200, arch=arch)
-    assert registry.resolve("gated_delta", "auto", spec, here).name == expected
-    assert registry.resolve("gated_delta", "auto", replace(spec, dtype="float32"), here).name == "reference"
-    assert registry.resolve("gated_delta", "triton", spec, here).name == "triton"
+    rule, here = "kimi_delta" if isinstance(spec, KimiDeltaSpec) else "gated_delta", replace(H200, arch=arch)
+    assert registry.resolve(rule, "auto", spec, here).name == expected
+    assert registry.resolve(rule, "auto", replace(spec, dtype="float32"), here).name == "reference"
+    assert registry.resolve(rule, "triton", spec, here).name == "triton"
 
 
 @pytest.mark.parametrize(

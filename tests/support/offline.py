@@ -43,6 +43,7 @@ MEASURED_SPILL = 64
 COLUMNS = ("registers", "shared", "spilled", "occupancy")
 WITHOUT_PRODUCTS = (
     "attention_delta",
+    "chunk_decays_kernel",
     "_chunk_cumsum_fwd",
     "_chunk_cumsum_bwd",
     "_sum_head_blocks",
@@ -117,6 +118,11 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
             yield "ragged, documents", {**base, "packed": True, "seq_len": 4097}, False
         if row.dtype != "float32" and d_state >= 128 and (head_dim, d_state // 2) not in rivals:
             yield "half the state", {**base, "d_state": d_state // 2}, False
+        return
+    if row.kernel == "kimi_delta":
+        (size,) = row.shape
+        base = {"key_head_dim": size, "value_head_dim": size, "dtype": row.dtype, "heads": 4, "tokens": 4096}
+        yield "documents", {**base, "packed": True}, True
         return
     if row.kernel.startswith(MEMORY_BOUND):
         yield from _memory_bound_cases(arch, row)

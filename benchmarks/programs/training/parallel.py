@@ -160,7 +160,9 @@ def steps_of(
         "attention": sorted(attention_backends(made.model)),
         "losses_nats": losses,
         "all_steps_s": seconds,
-        "kernels_ms": kernels_of(lambda: made.step(part)) if kernels else None,
+        "kernels_ms": kernels_of(lambda: made.accumulate(ids) if microbatches else made.step(part))
+        if kernels
+        else None,
     }
 
 

@@ -59,5 +59,5 @@ def refuse_triton_rows(spec: ExpertsSpec, platform: Platform | None) -> str | No
 
 
 def preference(spec: ExpertsSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends for `auto`: ours took 0.60 to 0.76 of grouped_mm's time on an H100 (benchmarks/results/kernels)."""
+    """Backends for `auto`: ours took 0.58 to 0.74 of grouped_mm's time on an H100 (benchmarks/results/kernels)."""
     return ("triton", "grouped_mm", "reference")

@@ -31,8 +31,20 @@ def solve_blocks(diagonal, beta, C: tl.constexpr):
 
 @triton.jit
 def join_blocks(U, below, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
-    """U of blocks of S tokens, [C / S, S, S], -> of blocks of 2 S: the square below is -(I + U_1 beta_1) A_10 (I + beta_0 U_0).
-    below: A_10, [C / S / 2, S, S]."""
+    """U of blocks of S tokens, [C / S, S, S], -> of blocks of 2 S. below: see square_below."""
+    N: tl.constexpr = C // S // 2
+    d = tl.arange(0, 2)
+    by_pair, square = tl.reshape(U, (N, 2, S, S)), square_below(U, below, beta, C, S, PRECISION)
+    down, across = d[None, :, None, None, None], d[None, None, None, :, None]
+    joined = tl.where(down == across, by_pair[:, :, :, None, :], 0.0)
+    joined = tl.where(down > across, square[:, None, :, None, :], joined)
+    return tl.reshape(joined, (N, 2 * S, 2 * S))
+
+
+@triton.jit
+def square_below(U, below, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
+    """Square below the diagonal of U in blocks of 2 S, -(I + U_1 beta_1) A_10 (I + beta_0 U_0), from U of blocks of S tokens,
+    [C / S, S, S], and A_10, `below`, [C / S / 2, S, S]."""
     N: tl.constexpr = C // S // 2
     d = tl.arange(0, 2)
     by_pair, weights = tl.reshape(U, (N, 2, S, S)), tl.reshape(beta, (N, 2, S))
@@ -42,11 +54,7 @@ def join_blocks(U, below, beta, C: tl.constexpr, S: tl.constexpr, PRECISION: tl.
     beta_0 = tl.sum(tl.where(second, weights, 0.0), 1)
     beta_1 = tl.sum(tl.where(second, 0.0, weights), 1)
     below += tl.dot(below * beta_0[:, None, :], U_0, input_precision=PRECISION)
-    below += tl.dot(U_1 * beta_1[:, None, :], below, input_precision=PRECISION)
-    down, across = d[None, :, None, None, None], d[None, None, None, :, None]
-    joined = tl.where(down == across, by_pair[:, :, :, None, :], 0.0)
-    joined = tl.where(down > across, -below[:, None, :, None, :], joined)
-    return tl.reshape(joined, (N, 2 * S, 2 * S))
+    return -(below + tl.dot(U_1 * beta_1[:, None, :], below, input_precision=PRECISION))
 
 
 @triton.jit

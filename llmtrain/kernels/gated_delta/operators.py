@@ -1,4 +1,4 @@
-"""Common parts of the operators of delta rules: the form of their gradients, and arguments of their kernels' launches."""
+"""Form of the gradients of delta rules' operators, and arguments of their kernels' launches."""
 
 from __future__ import annotations
 

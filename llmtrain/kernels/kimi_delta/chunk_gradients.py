@@ -24,12 +24,12 @@ from llmtrain.kernels.kimi_delta.chunk_decays import (
 
 @triton.jit
 def pair_gradients_kernel(
-    weights, ids, errors, d_written, dy, d_scores, d_system, dv, d_beta,
+    weights, ids, errors, d_written, dy, d_scores, d_system, dv,
     T, padded, dy_row,
     dy_token: tl.constexpr,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """-> the gradients of the scores times beta and of A, [rows, T, H, C]; dv like v, and d_beta."""
+    """-> the gradients of the scores times beta and of A, [rows, T, H, C]; and dv like v."""
     chunk, row, head = tl.program_id(0), (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     o = tl.arange(0, C)
     there = o < T - chunk * C
@@ -38,7 +38,6 @@ def pair_gradients_kernel(
     dy += row * dy_row + begin * dy_token + head * V
     b = tl.load(weights + (row * H + head) * padded + begin + o)
     d_R, d_A = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, C), dtype=tl.float32)
-    d_b = tl.zeros((C,), dtype=tl.float32)
     for first in range(0, V, BV):
         e = first + tl.arange(0, BV)
         of_values, to_values = there[:, None] & inside(e, V, BV)[None, :], out * V + o[:, None] * (H * V) + e[None, :]
@@ -47,9 +46,7 @@ def pair_gradients_kernel(
         d_new = tl.load(d_written + to_values, mask=of_values, other=0.0)
         d_R = tl.dot(up, tl.trans(error), d_R, input_precision=PRECISION)
         d_A = tl.dot(d_new, tl.trans(error), d_A, input_precision=PRECISION)
-        d_b += tl.sum(error.to(tl.float32) * d_new.to(tl.float32), 1)
         tl.store(dv + to_values, (d_new.to(tl.float32) * b[:, None]).to(dv.dtype.element_ty), mask=of_values)
-    tl.store(d_beta + out + o * H, d_b, mask=there)
     seen = o[:, None] >= o[None, :]
     if DOCUMENTS:
         own, _, _ = load_documents(ids, row, chunk, T, C)

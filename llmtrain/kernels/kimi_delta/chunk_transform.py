@@ -1,10 +1,10 @@
-"""Relations of a chunk's tokens: products of their queries and keys, and the triangular system of the gated delta rule
+"""Products of queries and keys of a chunk's pairs of tokens, and the triangular system of the gated delta rule
 (gated_delta/chunk_transform.py)."""
 
 import triton
 import triton.language as tl
 
-from llmtrain.kernels.gated_delta.chunk_transform import join_blocks, solve_blocks
+from llmtrain.kernels.gated_delta.chunk_transform import join_blocks, solve_blocks, square_below
 from llmtrain.kernels.kimi_delta.chunk_decays import LEVELS, NEAR, load_border, load_rows, load_sums, met, to_middle
 
 
@@ -64,11 +64,17 @@ def pair_products_kernel(
 
 
 @triton.jit
-def _load_blocks(x, limit, down, token: tl.constexpr, N: tl.constexpr, S: tl.constexpr, EACH: tl.constexpr):
-    """Squares [N, S, S] of a matrix, `down` below the diagonal, one in every EACH rows."""
+def _squares(limit, down, across, token: tl.constexpr, N: tl.constexpr, S: tl.constexpr, EACH: tl.constexpr):
+    """Offsets and mask of squares [N, S, S] of a matrix, one in every EACH rows, `down` and `across` from the diagonal's."""
     n, r = EACH * tl.arange(0, N)[:, None, None], tl.arange(0, S)
-    rows, columns = n + down + r[None, :, None], n + r[None, None, :]
-    return tl.load(x + rows * token + columns, mask=rows < limit, other=0.0)
+    rows = n + down + r[None, :, None]
+    return rows * token + n + across + r[None, None, :], rows < limit
+
+
+@triton.jit
+def _load_squares(x, limit, down, token: tl.constexpr, N: tl.constexpr, S: tl.constexpr, EACH: tl.constexpr):
+    at, mask = _squares(limit, down, 0, token, N, S, EACH)
+    return tl.load(x + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -79,18 +85,26 @@ def chunk_transform_kernel(
     """A, and beta [rows, T, H] -> U, [rows, T, H, C], and beta in fp32, [rows, H, padded], which is 0 behind the text."""
     chunk, row, head = tl.program_id(0), (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     o = tl.arange(0, C)
-    begin = chunk * C
-    there = o < T - begin
-    out = (row * T + begin) * H + head
-    b = tl.load(beta + out + o * H, mask=there, other=0.0).to(tl.float32)
-    tl.store(weights + (row * H + head) * padded + begin + o, b)
-    square = out * C + o[:, None] * (H * C) + o[None, :]
-    U = solve_blocks(_load_blocks(system + out * C, T - begin, 0, H * C, C // NEAR, NEAR, NEAR), b, C)
-    if C > 16:
-        below = _load_blocks(system + out * C, T - begin, 16, H * C, C // 32, 16, 32)
-        U = join_blocks(U, below, b, C, 16, SOLVE_PRECISION)
+    limit = T - chunk * C
+    out = (row * T + chunk * C) * H + head
+    b = tl.load(beta + out + o * H, mask=o < limit, other=0.0).to(tl.float32)
+    tl.store(weights + (row * H + head) * padded + chunk * C + o, b)
+    system += out * C
+    transform += out * C
+    dtype = transform.dtype.element_ty
+    U = solve_blocks(_load_squares(system, limit, 0, H * C, C // NEAR, NEAR, NEAR), b, C)
     if C > 32:
-        below = _load_blocks(system + out * C, T - begin, 32, H * C, C // 64, 32, 64)
-        U = join_blocks(U, below, b, C, 32, SOLVE_PRECISION)
-    U = tl.reshape(U, (C, C))
-    tl.store(transform + square, U.to(transform.dtype.element_ty), mask=there[:, None])
+        U = join_blocks(U, _load_squares(system, limit, 16, H * C, C // 32, 16, 32), b, C, 16, SOLVE_PRECISION)
+    # The last square below the diagonal is stored without joining it, which would take many registers.
+    if C > 16:
+        HALF: tl.constexpr = C // 2
+        at, mask = _squares(limit, HALF, 0, H * C, 1, HALF, C)
+        below = tl.load(system + at, mask=mask, other=0.0)
+        tl.store(transform + at, square_below(U, below, b, C, HALF, SOLVE_PRECISION).to(dtype), mask=mask)
+        at, mask = _squares(limit, 0, HALF, H * C, 1, HALF, C)
+        tl.store(transform + at, tl.zeros((1, HALF, HALF), dtype=dtype), mask=mask)
+        at, mask = _squares(limit, 0, 0, H * C, 2, HALF, HALF)
+        tl.store(transform + at, U.to(dtype), mask=mask)
+    else:
+        at, mask = _squares(limit, 0, 0, H * C, 1, C, C)
+        tl.store(transform + at, U.to(dtype), mask=mask)

@@ -10,16 +10,18 @@ from llmtrain.kernels import operation as base
 from llmtrain.kernels.gated_delta.operation import GatedDelta
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.operation import Draw, Shape, Work
+from llmtrain.kernels.platform import Platform
 
 
 class KimiDelta(GatedDelta):
-    name, spec = "kimi_delta", KimiDeltaSpec
+    name, spec, tuned = "kimi_delta", KimiDeltaSpec, True
 
     def inputs(
         self, spec: KimiDeltaSpec, batch: int, seq_len: int, device: str = "cpu", seed: int = 0, most: float = 1.0,
-        state: bool = False,
+        state: bool = False, packed: bool = False,
     ) -> tuple[list[Any], Tensor]:  # fmt: skip
-        """Inputs of the gated delta rule, with the logarithm of the decay of each channel, [batch, T, heads, key channels]."""
+        """Inputs of the gated delta rule, with the logarithm of the decay of each channel, [batch, T, heads, key channels].
+        packed: for searches, with documents and a state."""
         (q, k, v, _, *rest), dy = super().inputs(spec, batch, seq_len, device, seed, most, state)
         decay = -F.softplus(Draw(device, spec.dtype, seed + 1).wide(*v.shape[:3], spec.key_head_dim) - 2)
         return [q, k, v, decay, *rest], dy
@@ -39,6 +41,21 @@ class KimiDelta(GatedDelta):
 
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         yield "", Shape(KimiDeltaSpec(4, 4, 64, 64, dtype), base.SELFTEST_BATCH, base.SELFTEST_LEN)
+
+    def sized(
+        self, heads: int = 32, key_head_dim: int = 128, value_head_dim: int = 128, seq_len: int = 4096,
+        dtype: str = "bfloat16", tokens: int = base.TOKENS, packed: bool = False,
+    ) -> Shape:  # fmt: skip
+        spec = KimiDeltaSpec(heads, heads, key_head_dim, value_head_dim, dtype)
+        return Shape(spec, max(1, tokens // seq_len), seq_len, None, (("packed", bool(packed)),))
+
+    def of_model(self, spec: KimiDeltaSpec, batch: int, seq_len: int, documents: bool) -> Shape:
+        return Shape(spec, batch, seq_len, None, (("packed", documents),))
+
+    def search(self, shape: Shape, device: str, where: Platform) -> Any:
+        from llmtrain.kernels.kimi_delta.search import KimiDeltaSearch
+
+        return KimiDeltaSearch(self, shape, device, where)
 
 
 OPERATION = KimiDelta()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.refusals import refuse_package, refuse_triton
+from llmtrain.kernels.refusals import refuse_package, refuse_triton, refuse_untuned
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ def refuse_triton_chunks(spec: KimiDeltaSpec, platform: Platform | None) -> str 
         return f"our Triton Kimi Delta Attention takes bfloat16 or float16, not {spec.dtype}"
     if spec.key_head_dim > 128:
         return f"our Triton Kimi Delta Attention takes a key_head_dim up to 128, not {spec.key_head_dim}"
-    return refuse_triton(spec.dtype, platform)
+    sizes = {"key_head_dim": spec.key_head_dim}
+    return refuse_triton(spec.dtype, platform) or refuse_untuned(("kimi_delta",), spec.dtype, sizes, platform)
 
 
 def refuse_fla(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:
@@ -40,6 +41,8 @@ def refuse_fla(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:
 
 
 def preference(spec: KimiDeltaSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`: fla's where it is installed. Not measured: the reference takes chunk after
-    chunk in fp32, and keeps several tensors like k for each of its halvings."""
-    return ("reference",) if platform.vendor == "cpu" else ("fla", "reference")
+    """Backends from fastest to slowest, for `auto`, as of the gated delta rule. The reference takes chunk after chunk in fp32, and
+    keeps several tensors like k for each of its halvings."""
+    if platform.vendor == "cpu":
+        return ("reference",)
+    return ("triton", "fla", "reference") if platform.arch == "sm90" else ("fla", "reference")

@@ -51,13 +51,13 @@ def state_passing_kernel(
 
 @triton.jit
 def state_passing_bwd_kernel(
-    q_start, k_start, k_end, transform, scores, weights, whole, dy, d_final, d_states, d_written, d_initial,
-    T, chunks, padded, dy_row, dy_token: tl.constexpr,
+    q_start, k_start, k_end, transform, scores, weights, whole, errors, dy, d_final, d_states, d_written, d_beta, d_initial,
+    T, chunks, padded, tokens, dy_row, dy_token: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """-> the gradients of the states after each chunk [rows, chunks, H, K, V]; of what each token writes, beta times its error,
-    [rows, T, H, V]; and of the first state."""
+    [rows, T, H, V]; and of the first state. d_beta: the part of this program's values, [rows, T, H] in fp32, `tokens` apart."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     o, e, c = tl.arange(0, C), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BK)
     dy += row * dy_row + head * V
@@ -86,7 +86,10 @@ def state_passing_bwd_kernel(
         d_new = tl.dot(keys, narrow, d_new, input_precision=PRECISION)
         d_state = tl.dot(queries, up, d_state * decay[:, None], input_precision=PRECISION)
         d_new = tl.dot(U, (d_new * b[:, None]).to(dtype), d_new, input_precision=PRECISION)
-        tl.store(d_written + out * V + o[:, None] * (H * V) + e[None, :], d_new.to(dtype), mask=of_values)
+        of_written = out * V + o[:, None] * (H * V) + e[None, :]
+        tl.store(d_written + of_written, d_new.to(dtype), mask=of_values)
+        error = tl.load(errors + of_written, mask=of_values, other=0.0).to(tl.float32)
+        tl.store(d_beta + tl.program_id(0) * tokens + out + o * H, tl.sum(error * d_new, 1), mask=there)
         less = (d_new * -b[:, None]).to(dtype)
         d_state = tl.dot(turned_keys, less, d_state, input_precision=PRECISION)
     if INITIAL:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_delta.operators import (
     blocks,
     differentiable,
@@ -25,12 +26,16 @@ from llmtrain.kernels.gated_delta.operators import (
 from llmtrain.kernels.gated_delta.triton_launch import Tile
 from llmtrain.kernels.kimi_delta import chunk_decays, chunk_gradients, chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
-from llmtrain.kernels.kimi_delta.triton_launch import Launch, launch_for
+from llmtrain.kernels.kimi_delta.triton_launch import Launch
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
 def build(spec: KimiDeltaSpec, platform: Platform, variant: str) -> TritonKimiDelta:
-    return TritonKimiDelta(launch_for(spec, platform))
+    return TritonKimiDelta(default_launch(spec, platform))
+
+
+def default_launch(spec: KimiDeltaSpec, platform: Platform) -> Launch:
+    return tuning.select("kimi_delta", spec.dtype, {"key_head_dim": spec.key_head_dim}, platform).launch
 
 
 class TritonKimiDelta:
@@ -124,22 +129,28 @@ def launch_backward(
     shape, chunks = {"H": H, "K": K, "V": V, "C": C, "PRECISION": precision(k)}, -(-T // C)
     sizes, ids = (T, chunks, chunks * C), ids_or(document_ids, beta)
     d_scores, d_system = torch.empty_like(scores), torch.empty_like(scores)
+    parts = programs(launch.state_passing_bwd, V)
     d_states, d_written = torch.empty_like(states), torch.empty_like(errors)
     d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
     dq, dk = (k.new_empty((batch, T, H, K)) for _ in range(2))
-    dv, d_log_decay, d_beta = v.new_empty(v.shape), sums.new_empty((batch, T, H, K)), sums.new_empty((batch, T, H))
+    dv, d_log_decay, d_beta = (
+        v.new_empty(v.shape),
+        sums.new_empty((batch, T, H, K)),
+        sums.new_empty((parts, batch, T, H)),
+    )
     tile = blocks(launch.chunk_gradients, K, V)
     with without_wgmma():
-        state_passing.state_passing_bwd_kernel[(programs(launch.state_passing_bwd, V), batch * H)](
-            q_start, k_start, k_end, transform, scores, weights, whole, dy,
-            weights if d_final is None else d_final.contiguous(), d_states, d_written, d_initial, *sizes, *strides(dy),
+        state_passing.state_passing_bwd_kernel[(parts, batch * H)](
+            q_start, k_start, k_end, transform, scores, weights, whole, errors, dy,
+            weights if d_final is None else d_final.contiguous(), d_states, d_written, d_beta, d_initial,
+            *sizes, batch * T * H, *strides(dy),
             **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
             **_all_keys(launch.state_passing_bwd, K, V),
         )  # fmt: skip
         pairs = blocks(launch.pair_gradients, K, V)
         del pairs["BK"]
         chunk_gradients.pair_gradients_kernel[(chunks, batch * H)](
-            weights, ids, errors, d_written, dy, d_scores, d_system, dv, d_beta, T, chunks * C, *strides(dy),
+            weights, ids, errors, d_written, dy, d_scores, d_system, dv, T, chunks * C, *strides(dy),
             H=H, V=V, C=C, PRECISION=precision(k), DOCUMENTS=document_ids is not None, **pairs,
         )  # fmt: skip
         chunk_gradients.chunk_gradients_kernel[(-(-K // tile["BK"]), chunks, batch * H)](
@@ -148,7 +159,7 @@ def launch_backward(
         )  # fmt: skip
     if share > 1:
         dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
-    found = zip((dq, dk, dv, d_log_decay, d_beta), like, strict=True)
+    found = zip((dq, dk, dv, d_log_decay, d_beta.sum(0)), like, strict=True)
     return *(gradient.to(one.dtype) for gradient, one in found), d_initial
 
 

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
+from llmtrain.convert.export import _pieces
 from llmtrain.errors import UserError
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hf.family import family_for_model
 from llmtrain.models.hf.hf_checkpoint import find_hf_folder, open_hf_checkpoint
 from llmtrain.models.hf.load import load_hf
 
@@ -206,3 +209,27 @@ def test_rejects_a_bin_of_a_list(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds a list, not tensors by name"):
         open_hf_checkpoint(tmp_path)
+
+
+def test_constants_of_a_class_are_exported_and_others_refused():
+    """Apertus' files hold two numbers of its activation that are the same in all of them."""
+    mlp = {"type": "xielu", "d_ff": 24}
+    block = {"type": "attention", "n_heads": 2, "qk_norm": "head", "position": {"type": "rotary"}, "mlp": mlp}
+    config = ModelConfig.model_validate({"vocab_size": 61, "d_model": 16, "blocks": {"a": block}, "layers": "a"})
+    weights = family_for_model(config).weights(config)
+    (weight,) = (one for one in weights if one.ours.endswith("alpha_n"))
+
+    class Reader:
+        def shape(self, name: str) -> tuple[int, ...]:
+            return weight.shape
+
+        def elements(self, name: str, counts: list[int]):
+            return iter(torch.tensor([-0.5]).split(counts))
+
+    found = dict(_pieces(Reader(), [weight]))  # type: ignore[arg-type]
+    tensors = {part.name: found[part.name].reshape(part.shape) for part in weight.parts}
+    values = {name.rpartition(".")[2]: value.item() for name, value in tensors.items()}
+    assert values == pytest.approx({"alpha_n": -0.5, "beta": 0.5, "eps": -1e-6})
+    assert weight.join(tensors) == torch.tensor([-0.5])
+    with pytest.raises(UserError, match=r"beta is 0\.25; there is only 0\.5"):
+        weight.join(tensors | {"model.layers.0.mlp.act_fn.beta": torch.tensor(0.25)})
