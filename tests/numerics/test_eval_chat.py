@@ -229,8 +229,7 @@ def test_text_without_a_template_takes_the_system_instruction_too(tokenizer, har
     assert asked(requests)[0] == harness.asked
 
 
-def test_an_answer_that_begins_with_a_prefix(tokenizer, harness, tmp_path):
-    """The turns of lm-evaluation-harness's own task files, which may have a gen_prefix."""
+def test_questions_examples_and_choices_are_written_as_the_harness_does(tokenizer, harness, tmp_path):
     from lm_eval.api.task import ConfigurableTask
 
     from tests.support import harness as oracle
@@ -238,14 +237,13 @@ def test_an_answer_that_begins_with_a_prefix(tokenizer, harness, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in records()))
     template = chat_template(tokenizer, True)
-    for prefix, question, multiturn, system, chat in itertools.product(
-        ["The answer is", " So: ", None],
+    for question, multiturn, system, chat in itertools.product(
         ["{{query}}", "{{query}}\n"],
         [True, False],
         [None, "Be brief."],
         [True, False],
     ):
-        settings = CHOICE | {"doc_to_text": question, "gen_prefix": prefix, "target_delimiter": " = "}
+        settings = CHOICE | {"doc_to_text": question, "target_delimiter": " = "}
         settings |= {"fewshot_config": {"sampler": "first_n"}, "fewshot_split": "test"}
         config: Any = oracle.local({"test": data}, tmp_path / "cache", test_split="test", **settings)
         task: Any = ConfigurableTask(config=config | {"num_fewshot": 2})
@@ -257,18 +255,16 @@ def test_an_answer_that_begins_with_a_prefix(tokenizer, harness, tmp_path):
             turns = style.system_turns("")
             for one in examples:
                 answer = one["choices"][one["gold"]]
-                turns += question_turns(
-                    task.doc_to_text(one), answer, prefix=prefix, delimiter=" = ", example_delimiter="\n\n"
-                )
-            turns += question_turns(task.doc_to_text(document), prefix=prefix, delimiter=" = ")
+                turns += question_turns(task.doc_to_text(one), answer, delimiter=" = ", example_delimiter="\n\n")
+            turns += question_turns(task.doc_to_text(document), delimiter=" = ")
             options = {"apply_chat_template": chat, "fewshot_as_multiturn": multiturn, "system_instruction": system}
             call = harness.apply_chat_template if chat else None
-            expected = task.fewshot_context(document, 2, gen_prefix=prefix, chat_template=call, **options)
+            expected = task.fewshot_context(document, 2, chat_template=call, **options)
             assert style.prompt(turns) == expected
             asked = task.construct_requests(
                 document, expected, metadata=("it", 0, 1), apply_chat_template=chat, chat_template=call
             )
-            delimiter = style.delimiter(" = ", prefix)
+            delimiter = style.delimiter(" = ")
             assert [one.args for one in asked[:3]] == [(expected, delimiter + one) for one in document["choices"]]
 
 

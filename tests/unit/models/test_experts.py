@@ -50,8 +50,9 @@ def activated(h: Tensor, kind: str) -> Tensor:
 def by_token(made: Experts, x: Tensor) -> Tensor:
     """The layer's output of x [T, D], token by token and expert by expert."""
     section, rows = made.section, []
+    router: Any = made.router
     for token in x:
-        logits = made.router.weight @ token + (0 if made.router.bias is None else made.router.bias)
+        logits = router.weight @ token + (0 if router.bias is None else router.bias)
         scores = logits.sigmoid() if section.router.type == "sigmoid" else logits.softmax(0)
         bias = made.choice_bias if section.router.choice_bias else torch.zeros_like(scores)
         chosen = sorted(range(section.n_experts), key=lambda e: -(scores + bias).tolist()[e])[: section.top_k]
@@ -179,9 +180,10 @@ def test_the_balance_of_a_step_counts_earlier_microbatches_too():
     made = layer(torch.float32, balance={"weight": 0.5, "tokens": "step"})
     losses = AttachedLosses.named(["balance"], torch.device("cpu"))
     context, counts, terms = BlockContext(None, None, losses=losses), torch.zeros(5), 0.0
+    router: Any = made.router
     for seed in range(3):
         x = torch.randn(1, 8, D, generator=torch.Generator().manual_seed(seed))
-        scores = F.linear(x[0], made.router.weight).softmax(-1).detach()
+        scores = F.linear(x[0], router.weight).softmax(-1).detach()
         counts += F.one_hot(scores.topk(2).indices, 5).sum((0, 1))
         terms += float(0.5 * 5 * (counts / counts.sum() * scores.mean(0)).sum())
         made(x, context).sum().backward()

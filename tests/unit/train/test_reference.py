@@ -48,7 +48,8 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "reference" / "train.safetensors"
     assert read_reference(path, "weights", 3) is None
     write_reference(path, "weights", VALUES)
-    assert np.array_equal(read_reference(path, "weights", 3), VALUES)
+    found = read_reference(path, "weights", 3)
+    assert found is not None and np.array_equal(found, VALUES)
     assert read_reference(path, "other weights", 3) is None and read_reference(path, "weights", 4) is None
     damage(path)
     with pytest.raises(CheckpointError, match=f"{path} .*; remove it, and it is made again"):

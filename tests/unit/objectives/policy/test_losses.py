@@ -163,6 +163,6 @@ def test_estimators_of_the_divergence_agree_in_the_mean():
 def test_the_tokens_that_are_clipped():
     log_p, old = torch.tensor([[0.5, 0.0, 0.0], [-0.5, 0.0, 9.0]]), torch.zeros(2, 3)
     mask, advantage = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([1.0, -1.0])
-    found = {name: ours.is_clipped(PolicyLoss(name), log_p, old, mask, advantage).tolist() for name in ("dapo", "gspo")}  # type: ignore[arg-type]
+    found = {name: ours.is_clipped(PolicyLoss(name), log_p, old, mask, advantage).tolist() for name in ("dapo", "gspo")}
     assert found["dapo"] == [[True, False, False], [True, False, False]]
     assert found["gspo"] == [[False, False, False], [True, True, False]]

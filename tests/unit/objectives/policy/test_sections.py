@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from llmtrain.config.report import ConfigError
+from llmtrain.objectives.policy.sections import PolicySection
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
@@ -67,7 +68,8 @@ def test_rejects_settings_that_do_not_fit(overrides: str, message: str):
 
 def test_rejects_temperatures_at_which_servers_report_other_probabilities():
     url = "objective.rollout={type: openai, url: 'http://localhost:1/v1'}"
-    assert of(url).objective.rollout.type == "openai"
+    objective = of(url).objective
+    assert isinstance(objective, PolicySection) and objective.rollout.type == "openai"
     with pytest.raises(ConfigError, match="at temperature 1"):
         of(url, "objective.temperature=0.7")
 
