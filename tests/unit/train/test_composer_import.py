@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from llmtrain.train.composer_import import Reduced
+from llmtrain.train.composer_import import Reduced, _ask_for_cpu
 
 
 @pytest.fixture
@@ -62,3 +62,11 @@ def test_a_package_that_is_imported_already_stays(package, kinds):
     with Reduced(kinds[:1], kinds[1:]):
         assert importlib.import_module(package) is module
     assert sys.modules[package] is module
+
+
+def test_the_processors_name_is_in_composers_cache_before_its_trainer_asks():
+    from composer.utils import collect_env
+
+    collect_env.get_cpu_model.cache_clear()
+    _ask_for_cpu()
+    assert collect_env.get_cpu_model.cache_info().currsize == 1
