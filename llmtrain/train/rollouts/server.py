@@ -58,19 +58,16 @@ class ServerSource:
         )
         try:
             [choice] = found["choices"]
-            names, values = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
-            answer.ids = [int(name.removeprefix(_TOKEN)) for name in names]
-            answer.log_p = [math.nan if value is None else float(value) for value in values]
-            end = choice["finish_reason"]
-            if len(answer.ids) != len(answer.log_p) or end not in ("stop", "length"):
-                raise ValueError(f"{len(answer.ids)} tokens, {len(answer.log_p)} log-probabilities, end {end}")
+            found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], strict=True)
+            tokens = [(int(name.removeprefix(_TOKEN)), math.nan if p is None else float(p)) for name, p in found]
+            answer.over_long = {"stop": False, "length": True}[choice["finish_reason"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"{self.server.url} answers no log-probabilities of token ids ({type(error).__name__}: {str(error)[:80]}); the "
                 "server needs vLLM's return_tokens_as_token_ids, which `llmtrain serve` has too"
             ) from None
-        answer.over_long = end == "length"
-        if end == "stop" and (not answer.ids or answer.ids[-1] not in self.ends):  # some servers leave it out
+        answer.ids, answer.log_p = [one for one, _ in tokens], [p for _, p in tokens]
+        if not answer.over_long and (not answer.ids or answer.ids[-1] not in self.ends):  # some servers leave it out
             answer.ids.append(self.ends[0])
             answer.log_p.append(math.nan)
 

@@ -113,7 +113,7 @@ def test_a_server_that_fails_at_first_is_asked_again(stub: Stub):
         (200, {"choices": [{"text": "7", "logprobs": None, "finish_reason": "stop"}]}, "answers no log-probabilities"),
         (200, {"choices": []}, "answers no log-probabilities"),
         (200, [], "answers no log-probabilities"),
-        (200, choice([7, 8], "abort"), "answers no log-probabilities .*end abort"),
+        (200, choice([7, 8], "abort"), "answers no log-probabilities .*abort"),
         (200, {"choices": [{"logprobs": {"tokens": [" 7", "no"], "token_logprobs": [0, 0]}}]}, "needs vLLM's return_"),
     ],
 )
