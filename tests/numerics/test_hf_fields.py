@@ -111,6 +111,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": 5.0},
     "deepseek_v2": {"num_key_value_heads": 7},
     "deepseek_v3": {"num_key_value_heads": 7, "rope_interleave": False},
+    "zaya": {"lm_head_bias": True},
     "gpt_oss": {"swiglu_alpha": 1.5, "swiglu_limit": 5.0},
     "gemma2": {"use_bidirectional_attention": True},
     "gemma3_text": {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
@@ -131,10 +132,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
 }
 
+# Fields for which the class itself takes one value alone.
+OF_ONE_VALUE = {"zaya": {"num_experts_per_tok"}}
+
 
 def fields(name: str) -> set[str]:
     """Fields of a class beyond PreTrainedConfig's."""
-    return {field.name for field in dataclasses.fields(PEERS[name][1])} - OF_ALL - OF_CALLS
+    found = {field.name for field in dataclasses.fields(PEERS[name][1])}
+    return found - OF_ALL - OF_CALLS - OF_ONE_VALUE.get(name, set())
 
 
 def of(name: str, table: dict[str, dict[str, Any]], common: dict[str, Any] | None = None) -> dict[str, Any]:
