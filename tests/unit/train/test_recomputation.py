@@ -63,9 +63,9 @@ def blocks_of(model: HybridLM) -> list[Block]:
 
 
 def hybrid(settings: dict[str, Any]) -> HybridLM:
-    text = json.dumps({"vocab_size": 96, "d_model": 32, "max_seq_len": 64} | settings)
-    # A token that meets no expert has no products, and how many do is not known before.
-    config = ModelConfig.model_validate_json(text.replace('"skip": true', '"skip": false'))
+    config = ModelConfig.model_validate_json(
+        json.dumps({"vocab_size": 96, "d_model": 32, "max_seq_len": 64} | settings)
+    )
     return HybridLM(config, platform.cpu(), torch.float32)
 
 
@@ -107,7 +107,11 @@ def without_weights(model: HybridLM, checkpointing: ActivationCheckpointing) -> 
     return repeated
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# Products inside the operator of experts are not seen by FlopCounterMode.
+SEEN = [shape for shape in SHAPES if '"experts"' not in json.dumps(SHAPES[shape])]
+
+
+@pytest.mark.parametrize("shape", SEEN)
 def test_counts_the_products_that_each_kind_repeats(shape):
     once = products_of(hybrid(SHAPES[shape]))
     for kind in KINDS:
