@@ -57,7 +57,8 @@ def test_a_faulty_node_is_named_on_every_rank(ranks, fault, said):
 
 def test_a_folder_that_is_not_shared_is_named(ranks, tmp_path):
     [(faults, _), _] = ranks(2).run(job, [tmp_path / "one", tmp_path / "other"], "", 3.0)
-    assert faults.startswith("preflight: node1: does not see what rank 0 writes to the run's folder")
+    # On a loaded machine the rank is late besides.
+    assert "preflight: node1: does not see what rank 0 writes to the run's folder" in faults
     assert list((tmp_path / "one").iterdir()) == []
 
 
