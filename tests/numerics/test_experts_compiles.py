@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmtrain.bench.tune.compiling import platform_of
 from llmtrain.kernels.experts import triton as launch
 from llmtrain.kernels.experts import triton_kernels as kernels
 from llmtrain.kernels.platform import shared_limit
@@ -19,12 +20,12 @@ POINTERS = {
     "weight_gradient": ("left", "right", "out"),
 }
 ELSE = {"slots": "*i32", "ends": "*i32"}
-ARCHS = ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
+ARCHS = ["sm80", "sm89", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
 
 
 def compiled(name: str, arch: str) -> Any:
     amd = arch.startswith("gfx")
-    kernel, tiles = getattr(kernels, name), launch.TILES["amd" if amd else "nvidia"][name]
+    kernel, tiles = getattr(kernels, name), launch.tiles_for(name, platform_of(arch))
     names = [parameter.name for parameter in kernel.params]
     constants = {
         "GATHER_LEFT": True,

@@ -5,6 +5,7 @@ Kept for the backward pass are the first product's output and the order of the r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from llmtrain.kernels.experts.reference import Rows
 from llmtrain.kernels.experts.spec import GATED, ExpertsSpec
 from llmtrain.kernels.launch import cdiv, next_power_of_2
 from llmtrain.kernels.operators import operator, register_autograd
-from llmtrain.kernels.platform import Platform, build_vendor
+from llmtrain.kernels.platform import Platform, detect, shared_limit
 
 _ROW_BLOCK = 1024
 GROUP = 8
@@ -32,19 +33,35 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the tiles that are loaded ahead, in 16 bits."""
+        return 2 * self.num_stages * self.block_k * (self.block_m + self.block_n)
 
-TILES = {
-    "nvidia": {"product": Tiles(128, 256, 64, 8, 3), "weight_gradient": Tiles(128, 128, 64, 8, 3)},
-    "amd": {"product": Tiles(128, 128, 32, 8, 2), "weight_gradient": Tiles(128, 128, 32, 8, 2)},
+
+_SQUARE = Tiles(128, 128, 64, 8, 3)
+TILES: dict[str, dict[str, tuple[Tiles, ...]]] = {
+    "nvidia": {"product": (Tiles(128, 256, 64, 8, 3), _SQUARE), "weight_gradient": (_SQUARE,)},
+    "amd": dict.fromkeys(("product", "weight_gradient"), (Tiles(128, 128, 32, 8, 2),)),
 }
+"""The fastest first (docs/kernels-log.md)."""
 FULL = Tiles(32, 32, 32, 4, 2)
 """Of fp32."""
 
 
-def tiles_of(dtype: torch.dtype, kernel: str) -> Tiles:
-    if dtype == torch.float32:
-        return FULL
-    return TILES.get(build_vendor(), TILES["nvidia"])[kernel]
+def tiles_for(kernel: str, platform: Platform) -> Tiles:
+    """The fastest tiles for 16 bits that the shared memory of a program holds."""
+    limit, choices = shared_limit(platform.arch), TILES.get(platform.vendor, TILES["nvidia"])[kernel]
+    return next((one for one in choices if limit is None or one.shared_bytes <= limit), choices[-1])
+
+
+@functools.cache
+def _tiles_on(device: torch.device, kernel: str) -> Tiles:
+    return tiles_for(kernel, detect(device))
+
+
+def tiles_of(rows: Tensor, kernel: str) -> Tiles:
+    return FULL if rows.dtype == torch.float32 else _tiles_on(rows.device, kernel)
 
 
 class TritonExperts:
@@ -68,7 +85,7 @@ def _product(
 ) -> Tensor:  # fmt: skip
     """Rows [N, K], or with gather tokens [T, K], times weight [n, out, K], or transposed [n, K, out] -> [N, out], with scatter by
     slots."""
-    n, tiles = weight.shape[0], tiles_of(rows.dtype, "product")
+    n, tiles = weight.shape[0], tiles_of(rows, "product")
     summed, columns = rows.shape[1], weight.shape[2 if transposed else 1]
     out = rows.new_empty(len(slots), columns)
     tiles_m, tiles_n = len(slots) // tiles.block_m + n, cdiv(columns, tiles.block_n)
@@ -141,7 +158,7 @@ def launch_backward(
 
 def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, top_k: int, gather_left: bool) -> Tensor:
     """[n_experts, columns of left, columns of right]."""
-    tiles, (m, n) = tiles_of(left.dtype, "weight_gradient"), (left.shape[1], right.shape[1])
+    tiles, (m, n) = tiles_of(left, "weight_gradient"), (left.shape[1], right.shape[1])
     out, tiles_n = left.new_empty(len(ends), m, n), cdiv(n, tiles.block_n)
     kernels.weight_gradient[cdiv(m, tiles.block_m) * tiles_n, len(ends)](
         left, right, slots, ends, out, m, n, tiles_n, top_k,
