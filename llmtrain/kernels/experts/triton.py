@@ -35,7 +35,7 @@ class Tiles:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the tiles that are loaded ahead, in 16 bits."""
+        """Bytes of the tiles that are loaded ahead, in 16 bits."""
         return 2 * self.num_stages * self.block_k * (self.block_m + self.block_n)
 
 
