@@ -34,7 +34,7 @@ def train(folder: Path, data: Path, name: str, changes: dict[str, Any]) -> Path:
 @pytest.mark.ci
 def test_a_server_draws_the_answers_of_a_run(tmp_path: Path):
     data = sums_data(tmp_path)
-    base = train(tmp_path, data, "base", {"train.duration": "1 step"})
+    base = train(tmp_path, data, "base", {})
     with serving(base, "--max-len", "32") as (process, address):
         rollout = {
             "type": "openai",
