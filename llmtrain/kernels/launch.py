@@ -141,9 +141,7 @@ def _read(
             key.append(argument.kind)
         else:
             return None, values
-    for at in constants_at:
-        if at < len(args):
-            key.append(args[at])
+    key += [args[at] for at in constants_at if at < len(args)]
     return tuple(key), values
 
 

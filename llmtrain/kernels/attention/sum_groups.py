@@ -12,29 +12,40 @@ BLOCK, NUM_WARPS = 1024, 4
 
 def sum_groups(dk: Tensor, dv: Tensor, n_kv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[batch, T, n_kv * parts, width] in fp32, contiguous, each of its width -> [batch, T, n_kv, width] in `dtype`."""
-    found = tuple(torch.empty((*t.shape[:2], n_kv, t.shape[3]), dtype=dtype, device=t.device) for t in (dk, dv))
-    widest = max(t.numel() for t in found)
-    _sum_groups[cdiv(widest, BLOCK), 2](
-        dk, dv, *found, *(t.numel() for t in found), *(t.shape[3] for t in found),
-        PARTS=dk.shape[2] // n_kv, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    into = [torch.empty((*t.shape[:2], n_kv, t.shape[3]), dtype=dtype, device=t.device) for t in (dk, dv)]
+    n_k, n_v = (t.numel() for t in into)
+    _sum_groups[cdiv(max(n_k, n_v), BLOCK), 2](
+        dk, dv, *into, n_k, n_v,
+        K_WIDTH=dk.shape[3], V_WIDTH=dv.shape[3], PARTS=dk.shape[2] // n_kv, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return found[0], found[1]
+    return into[0], into[1]
 
 
 @jit
-def _sum_groups(dk, dv, out_k, out_v, n_k, n_v, width_k, width_v, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_groups(
+    dk,
+    dv,
+    out_k,
+    out_v,
+    n_k,
+    n_v,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program (block of results; 0: of keys, 1: of values). The order of a sum is that of the parts."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
-        _sum_parts(dk, out_k, at, n_k, width_k, PARTS, BLOCK)
+        _sum_parts(dk, out_k, at, n_k, K_WIDTH, PARTS, BLOCK)
     else:
-        _sum_parts(dv, out_v, at, n_v, width_v, PARTS, BLOCK)
+        _sum_parts(dv, out_v, at, n_v, V_WIDTH, PARTS, BLOCK)
 
 
 @triton.jit
-def _sum_parts(source, out, at, n, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    first = at // width * (width * PARTS) + at % width
+def _sum_parts(source, out, at, n, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    first = at // WIDTH * (WIDTH * PARTS) + at % WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(source + (first + part * width), mask=at < n, other=0.0)
+        total += tl.load(source + first + part * WIDTH, mask=at < n, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < n)

@@ -98,7 +98,10 @@ class Call:
             return *stored_dscores.backward(self, launch, out, lse, dout, dlse), lse.new_empty(0)
         delta = torch.empty_like(lse)
         dq = self.dq(out, lse, dout, dlse, delta)
-        return dq, *self.dkdv(lse, dout, delta), suffix.sinks_gradient(self.sinks, lse, delta)
+        dk, dv = self.dkdv(lse, dout, delta)
+        if dk.shape[2] > self.n_kv:
+            dk, dv = sum_groups(dk, dv, self.n_kv, self.k.dtype)
+        return dq, dk, dv, suffix.sinks_gradient(self.sinks, lse, delta)
 
     @property
     def _all_plain(self) -> bool:
@@ -135,6 +138,7 @@ class Call:
         return dq
 
     def dkdv(self, lse: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv; or, in fp32, the parts of both that sum_groups adds, [batch, T, n_kv * parts, width]."""
         dout = _rows_contiguous(dout)
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
@@ -154,7 +158,7 @@ class Call:
                 *self.strides, *do_strides, *sizes, self.scale, **fixed,
                 HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop or one.one_loop, **results,
             )  # fmt: skip
-        return (dk, dv) if heads == self.group else sum_groups(dk, dv, self.n_kv, self.k.dtype)
+        return dk, dv
 
     def _heads_of_a_program(self, launch: Launch) -> int:
         """Query heads that share keys which one program of dkdv sums over: as many as leave programs enough for the device."""
