@@ -84,7 +84,7 @@ class PartitionDocuments:
     layouts: dict[str, Layout] = field(default_factory=dict)
 
     def layout(self, split: str) -> Layout:
-        """Where the documents lie in the samples of a split; a document may go on in further samples."""
+        """Layout of the documents in the samples of a split; a document may go on in further samples."""
         return self.layouts.get(split) or self.tables[split].concatenated
 
 
