@@ -17,8 +17,8 @@ _HEADS_PER_PROGRAM = 16
 def decays_fwd(
     log_decay: Tensor, dt: Tensor, later: Tensor, document_ids: Tensor | None, chunk: int, with_largest: bool, parts: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As chunk_cumsum_fwd, with a token's weight for later ones in place of dt. log_decay, dt, later: [batch, T, heads], fp32 and
-    contiguous; document_ids: [batch, T], int32."""
+    """Results of chunk_cumsum_fwd, with a token's weight for later ones in place of dt. log_decay, dt, later: [batch, T, heads],
+    fp32 and contiguous; document_ids: [batch, T], int32."""
     batch, seq_len, n_heads = dt.shape[0], dt.shape[1], parts * dt.shape[2]
     chunks, new = cdiv(seq_len, chunk), {"dtype": torch.float32, "device": dt.device}
     dA_cumsum = torch.empty((batch, n_heads, chunks, 2, chunk), **new)
