@@ -142,7 +142,7 @@ Step = Allocation | Operation | Launch
 
 
 class Recording(TorchDispatchMode):
-    """What a call does. inputs: tensors that it is to be called with in place of its own, so that each is known by itself, also
+    """Steps of a call. inputs: tensors that it is to be called with in place of its own, so that each is known by itself, also
     where several share memory."""
 
     def __init__(self, tensors: Sequence[Tensor]):
