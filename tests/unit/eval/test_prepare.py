@@ -9,7 +9,6 @@ from tokenizers import normalizers
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
-from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.run_config import EvalRun, TaskRun
@@ -32,15 +31,11 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.fixture
-def make(tmp_path):
-    """make(records, shots, **settings): a task of a YAML and a JSONL file; records may be lines of text."""
+def make(make):
+    """make(records, shots, convention, **settings): a run of a task; records may be lines of text."""
 
     def made(records: list[Any], shots: int = 0, convention: str = "lm-eval", **settings: Any) -> TaskRun:
-        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-        (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        task = {"name": "mine", "type": "multiple_choice", "source": {"path": "x.jsonl"}} | settings
-        (tmp_path / "mine.yaml").write_text(json.dumps(task), encoding="utf-8")
-        return TaskRun(load_task(tmp_path / "mine.yaml", convention), shots)
+        return TaskRun(make(records, convention, **settings), shots)
 
     return made
 
