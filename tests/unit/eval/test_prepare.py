@@ -139,8 +139,8 @@ def test_reasoning_that_only_some_records_have(make):
     [
         ('{"query": "a\tb"}', "not JSON: Invalid control character at column 13"),
         ('{"query": "a"', "not JSON: Expecting ',' delimiter at column 14"),
-        ('{"query": ' + "[" * 100_000, "not read: it is nested too deeply"),
-        ('{"gold": ' + "1" * 5000 + "}", "not read: a number has more digits than Python reads"),
+        ('{"query": ' + "[" * 100_000, "not JSON that is read here: nested too deeply"),
+        ('{"gold": ' + "1" * 5000 + "}", "not JSON that is read here: Exceeds the limit"),
         ('{"query": "a", "query": "b"}', "field `query` is there twice"),
         (
             '{"query": NaN, "choices": ["a", "b"], "gold": 0}',
