@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher
@@ -85,11 +86,11 @@ def _run_train(args: argparse.Namespace) -> int:
         return run_rank(load, args.file, args.overrides, args.fresh, lock, _preflight if joins else None)
 
 
-def _preflight(config: Config) -> None:
-    if config.train.preflight == "on":
+def _preflight(setting: str, folder: Path) -> None:
+    if setting == "on":
         from llmtrain.doctor.cluster import before_run
 
-        before_run(config)
+        before_run(folder)
 
 
 def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:

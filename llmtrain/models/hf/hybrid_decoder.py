@@ -60,9 +60,7 @@ class HybridDecoder(Decoder):
             instead = f"{self.architecture} has swiglu beside mamba2; set type: swiglu"
             refusals.unless(kind in ("swiglu", None), f"{key}.mlp.type", kind, instead)
         if isinstance(block, Mamba2Block):
-            inner, d = block.inner_width(config.d_model), config.d_model
-            instead = f"{self.architecture} has a multiple of d_model ({d}); set expand and d_inner: null"
-            refusals.unless(inner % d == 0, f"{key}.d_inner", inner, instead)
+            settings.refuse_uneven_scan(key, block, config.d_model, self.architecture, refusals)
 
     def write_mixers(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         # Of mixers that are in no layer the classes need sizes that fit.

@@ -12,7 +12,6 @@ import yaml
 import zstandard
 
 from llmtrain.config.report import ConfigError
-from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood, LoglikelihoodRequest
@@ -26,25 +25,6 @@ from tests.support.icl import byte_level
 EVAL = Path(__file__).parents[4] / "eval"
 SHIPPED = sorted(file.stem for file in (EVAL / "tasks").glob("*.yaml"))
 GOOD = {"query": "Is it", "choices": ["so", "not so"], "gold": 1}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return byte_level()
-
-
-@pytest.fixture
-def make(tmp_path):
-    """make(records, convention, **settings): a task of a YAML and a JSONL file; records may be lines of text."""
-
-    def made(records: list[Any], convention: str = "lm-eval", **settings: Any) -> NativeTask:
-        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-        (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        task = {"name": "mine", "type": "multiple_choice", "source": {"path": "x.jsonl"}} | settings
-        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-        return load_task(tmp_path / "mine.yaml", convention)
-
-    return made
 
 
 def errors(load, *arguments: Any, **settings: Any) -> str:
