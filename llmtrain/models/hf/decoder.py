@@ -138,7 +138,7 @@ class Decoder:
             **self.write_mixers(config, blocks),
         }
         written = settings.class_config(self.kind, self.architecture, fields | self.write_fields(config, blocks))
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def write_feed_forward(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
