@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -178,9 +178,9 @@ def _read(part: Part, shape: tuple[int, ...], published: Mapping[str, Tensor], o
 class Family(Protocol):
     """One file of this folder. `published` is the content of config.json."""
 
-    architecture: ClassVar[str]
+    architecture: str
     """The class in transformers, such as LlamaForCausalLM."""
-    model_type: ClassVar[str]
+    model_type: str
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Convert config.json to a `model` section, valid for ModelConfig. Raises UnsupportedModelError with every reason."""
