@@ -69,8 +69,8 @@ def _name_user() -> None:
 
 
 def _share_cores() -> None:
-    """Have the threads of one operator wait asleep, after some microseconds at work, for the last of them. Where other jobs run too,
-    waiting at work keeps from its core what is waited for. Read by libgomp, PyTorch's OpenMP, as it is loaded."""
+    """Have the threads of an operator sleep, after some microseconds, until the last of them is done. Where other jobs run too, one
+    that waits at work keeps the last from its core. Read by libgomp, PyTorch's OpenMP, as it is loaded."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
