@@ -14,6 +14,7 @@ from llmtrain.config.report import nearest
 from llmtrain.data.shards.index import ShardError
 from llmtrain.data.shards.stored_stream import StoredStream, open_place
 from llmtrain.data.sources.compression import DAMAGES, compression_of, decompress
+from llmtrain.data.sources.record_text import line_fault
 from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.sections import Source
@@ -29,8 +30,8 @@ def open_mds(folder: Path) -> StoredStream:
     except ShardError as error:
         raise EvalError(str(error)) from None
     if found is None:
-        splits = sorted(file.parent.name for file in folder.glob("*/index.json"))
-        hint = f"; did you mean {folder / splits[0]}?" if splits else ""
+        splits = sorted(str(file.parent) for file in folder.glob("*/index.json"))
+        hint = f"; did you mean {' or '.join(splits)}?" if splits else ""
         raise EvalError(f"{folder} holds no index.json of MDS shards{hint}")
     return found
 
@@ -141,16 +142,10 @@ def _object(line: bytes) -> dict[str, Any]:
     """Object of a line. Raises EvalError with the reason alone."""
     try:
         record = json.loads(line.rstrip().decode(), object_pairs_hook=_fields)
-    except UnicodeDecodeError as error:
-        raise EvalError(f"not UTF-8: {error.reason} at byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise EvalError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
-    except RecursionError:
-        raise EvalError("not read: it is nested too deeply") from None
     except EvalError:
         raise
-    except ValueError:
-        raise EvalError("not read: a number has more digits than Python reads") from None
+    except (ValueError, RecursionError) as error:
+        raise EvalError(line_fault(error)) from None
     if not isinstance(record, dict):
         raise EvalError(f"expected an object, found {type(record).__name__}")
     if b"\\u" in line:

@@ -16,6 +16,7 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
 
 CHUNK = 64
@@ -111,10 +112,10 @@ def like_inputs(
     return *found, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
 
 
-fla_gated_delta_forward = torch.library.custom_op("llmtrain::fla_gated_delta_forward", launch_forward, mutates_args=())
+fla_gated_delta_forward = operator("fla_gated_delta_forward", launch_forward)
 
 
-@fla_gated_delta_forward.register_fake
+@torch.library.register_fake(fla_gated_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids):
     wide = {"dtype": torch.float32}
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
@@ -138,9 +139,7 @@ def launch_backward(
     return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
-fla_gated_delta_backward = torch.library.custom_op(
-    "llmtrain::fla_gated_delta_backward", launch_backward, mutates_args=()
-)
+fla_gated_delta_backward = operator("fla_gated_delta_backward", launch_backward)
 
 
 differentiable(fla_gated_delta_forward, fla_gated_delta_backward)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_decays
+from llmtrain.kernels.launch import jit
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
     tl.store(x + c[:, None] * V + e[None, :], state, mask=mask)
 
 
-@triton.jit
+@jit
 def state_passing_kernel(
     k, v, transform, decays, initial, states, errors, final,
     T, chunks, padded, part, k_row, v_row, k_token: tl.constexpr, v_token: tl.constexpr,
@@ -96,7 +97,7 @@ def state_passing_kernel(
         store_state(final, second, d, e, K, V, BK, BV)
 
 
-@triton.jit
+@jit
 def state_passing_bwd_kernel(
     q, k, transform, scores, decays, dy, d_final, d_states, d_written, d_initial,
     T, chunks, padded, part, q_row, k_row, dy_row,

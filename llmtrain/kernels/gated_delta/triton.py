@@ -30,6 +30,7 @@ from llmtrain.kernels.gated_delta.operators import (
 )
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
@@ -106,10 +107,10 @@ def _forward(
     return y, final, transform, decays, states, errors, scores
 
 
-gated_delta_forward = torch.library.custom_op("llmtrain::gated_delta_forward", launch_forward, mutates_args=())
+gated_delta_forward = operator("gated_delta_forward", launch_forward, replayed=True)
 
 
-@gated_delta_forward.register_fake
+@torch.library.register_fake(gated_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
     return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
@@ -188,7 +189,7 @@ def _gradients(
     return *(gradient.to(one.dtype) for gradient, one in found), d_initial
 
 
-gated_delta_backward = torch.library.custom_op("llmtrain::gated_delta_backward", launch_backward, mutates_args=())
+gated_delta_backward = operator("gated_delta_backward", launch_backward, replayed=True)
 
 
 differentiable(gated_delta_forward, gated_delta_backward)

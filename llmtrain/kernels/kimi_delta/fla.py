@@ -9,6 +9,7 @@ from torch import Tensor
 from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, like_inputs
 from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
 
 
@@ -45,10 +46,10 @@ def launch_forward(
     return y.to(v.dtype).view(v.shape), final, cumsum.view(log_decay.shape), *squares
 
 
-fla_kimi_delta_forward = torch.library.custom_op("llmtrain::fla_kimi_delta_forward", launch_forward, mutates_args=())
+fla_kimi_delta_forward = operator("fla_kimi_delta_forward", launch_forward)
 
 
-@fla_kimi_delta_forward.register_fake
+@torch.library.register_fake(fla_kimi_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids):
     wide, square = {"dtype": torch.float32}, (*v.shape[:3], CHUNK)
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
@@ -73,7 +74,7 @@ def launch_backward(
     return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
-fla_kimi_delta_backward = torch.library.custom_op("llmtrain::fla_kimi_delta_backward", launch_backward, mutates_args=())
+fla_kimi_delta_backward = operator("fla_kimi_delta_backward", launch_backward)
 
 
 differentiable(fla_kimi_delta_forward, fla_kimi_delta_backward)

@@ -28,6 +28,7 @@ from llmtrain.kernels.gated_delta.triton_launch import Tile
 from llmtrain.kernels.kimi_delta import chunk_decays, chunk_gradients, chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.kimi_delta.triton_launch import Launch
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
@@ -85,10 +86,10 @@ def launch_forward(
     return y, final, *kept
 
 
-kimi_delta_forward = torch.library.custom_op("llmtrain::kimi_delta_forward", launch_forward, mutates_args=())
+kimi_delta_forward = operator("kimi_delta_forward", launch_forward, replayed=True)
 
 
-@kimi_delta_forward.register_fake
+@torch.library.register_fake(kimi_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
     return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
@@ -154,7 +155,7 @@ def launch_backward(
     return *(gradient.to(one.dtype) for gradient, one in found), d_initial
 
 
-kimi_delta_backward = torch.library.custom_op("llmtrain::kimi_delta_backward", launch_backward, mutates_args=())
+kimi_delta_backward = operator("kimi_delta_backward", launch_backward, replayed=True)
 
 
 differentiable(kimi_delta_forward, kimi_delta_backward)

@@ -5,6 +5,7 @@ the next token reads it once more. Numbers per token and head, as in ssd/chunk_c
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -100,7 +101,7 @@ def _decays_bwd(
     tl.store(d_skip + at, same, mask=valid)
 
 
-@jit
+@triton.jit
 def _weights(dt, later, document_ids, at, row, t, valid, seq_len, n_heads):
     """Weights of tokens for later ones, [tokens, heads]; 0 where it is not valid. at: their places in dt."""
     followed = (t < seq_len - 1)[:, None] & valid

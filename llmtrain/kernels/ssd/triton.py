@@ -115,6 +115,7 @@ ssd_forward = operator(
     launch_forward,
     "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
     "Tensor? document_ids, float? dt_min, float? dt_max, str options) -> (Tensor, Tensor)",
+    replayed=True,
 )
 
 
@@ -213,7 +214,7 @@ def parameter_gradients(param_partials: Tensor, A: Tensor, D: Tensor, dt_bias: T
     return found
 
 
-ssd_backward = operator("ssd_backward", launch_backward)
+ssd_backward = operator("ssd_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(ssd_backward)
