@@ -31,7 +31,7 @@ def load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: 
 
 @triton.jit
 def first_state(x, c, e, GIVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Where a program begins: the state, or gradient, that is given, or zeros."""
+    """The state, or gradient, that a program begins with: that which is given, or zeros."""
     if GIVEN:
         state = load_state(x, c, e, K, V, BK, BV)
     else:

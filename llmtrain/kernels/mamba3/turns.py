@@ -269,7 +269,7 @@ def _turn_bwd(
     partials += (row * tiles + tile) * (N_HEADS * (2 * D_STATE + 1))
     followed = (t > 0) & (t < seq_len)
     if document_ids is not None:
-        followed = followed & (begins(document_ids + row * seq_len, t, seq_len) == 0)
+        followed = followed & (begins(document_ids, row, t, seq_len) == 0)
     begin = group * PER_GROUP + block * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * PER_GROUP)):
         of_token, of_head = (row * seq_len + t) * N_HEADS + head, row * N_HEADS + head
