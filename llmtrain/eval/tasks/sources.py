@@ -30,8 +30,8 @@ def open_mds(folder: Path) -> StoredStream:
     except ShardError as error:
         raise EvalError(str(error)) from None
     if found is None:
-        splits = sorted(file.parent.name for file in folder.glob("*/index.json"))
-        hint = f"; did you mean {folder / splits[0]}?" if splits else ""
+        splits = sorted(str(file.parent) for file in folder.glob("*/index.json"))
+        hint = f"; did you mean {' or '.join(splits)}?" if splits else ""
         raise EvalError(f"{folder} holds no index.json of MDS shards{hint}")
     return found
 

@@ -25,8 +25,8 @@ class Decoder:
 
     kind: ClassVar[type[PreTrainedConfig]]
     """The class of config.json."""
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
+    architecture: str
+    model_type: str
     has_layer_types: ClassVar[bool] = False
     """The class takes the kind of each layer from layer_types; otherwise all have the window, if there is one."""
     layer_kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
@@ -138,7 +138,7 @@ class Decoder:
             **self.write_mixers(config, blocks),
         }
         written = settings.class_config(self.kind, self.architecture, fields | self.write_fields(config, blocks))
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def write_feed_forward(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Mamba2:
                 **settings.write_dt_limit(block),
             },
         )
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def _blocks(self, config: ModelConfig) -> list[Mamba2Block]:

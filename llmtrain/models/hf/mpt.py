@@ -136,7 +136,7 @@ class Mpt:
         )
         # The class adds every default of a config to this section, labels of classifiers among them.
         written |= {"attn_config": attention}
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def weights(self, config: ModelConfig) -> list[Weight]:

@@ -186,7 +186,11 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
 
     Raises UnsupportedModelError for what the class itself does not accept.
     """
-    held = {key: value for key, value in parse(kind, fields).to_diff_dict().items() if key not in _CALLERS_KEYS}
+    try:
+        made = parse(kind, fields)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(*(f"model: {reason}" for reason in error.reasons)) from error
+    held = {key: value for key, value in made.to_diff_dict().items() if key not in _CALLERS_KEYS}
     if "time_step_limit" not in fields:
         held.pop("time_step_limit", None)  # the classes' default, [0, infinity], is no number in strict JSON
     return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}

@@ -111,7 +111,7 @@ class Zamba2:
         written = settings.class_config(Zamba2Config, self.architecture, {**fields, "layers_block_type": kinds})
         # As on the hub; transformers 5 renames `mamba` as it reads, and earlier ones do not know its new name.
         written |= {"layers_block_type": kinds}
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def _refuse_shared(self, config: ModelConfig, key: str, shared: SharedAttentionBlock, refusals: Refusals) -> None:

@@ -19,7 +19,6 @@ from llmtrain.eval.report.process_results import process_results
 from llmtrain.eval.tasks.documents import Choices, Text
 from llmtrain.eval.tasks.sections import Source
 from llmtrain.eval.tasks.sources import read_records
-from scripts.generate_reference import generated
 from tests.support.icl import byte_level
 
 EVAL = Path(__file__).parents[4] / "eval"
@@ -70,7 +69,6 @@ def test_every_shipped_task_is_in_the_readme_with_its_source(name: str):
 
 @pytest.mark.parametrize("name", ["schema.json", "tasks/schema.json", "gauntlets/schema.json"])
 def test_editors_know_every_shipped_file(name: str):
-    assert (EVAL / name).read_text() == generated()[EVAL / name], "run python scripts/generate_reference.py"
     schema = json.loads((EVAL / name).read_text())
     for file in (EVAL / name).parent.glob("*.yaml"):
         assert file.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
