@@ -71,11 +71,14 @@ class _Gradient:
                 return (*found, None) if isinstance(found, tuple) else (found, None)
 
         Function.__name__ = Function.__qualname__ = f"{op._opname}_backward"
-        self.function = Function
+        self.apply = Function.apply
+        # What Function.apply comes to where no transform of torch.func is active.
+        self.apply_in_c: Any = super(torch.autograd.Function, Function).apply
 
     def call(self, keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self.function.apply(*args, keys)
+            transformed = torch._C._are_functorch_transforms_active()
+            return (self.apply if transformed else self.apply_in_c)(*args, keys)
         return self.below(keys, *args)
 
     def below(self, keys: Any, *args: Any) -> Any:

@@ -68,7 +68,7 @@ def launch_forward(
     return y.view(shape), final.view(shape[0], *shape[2:], q.shape[3]), angle, last_k, sums
 
 
-mamba3_forward = operator("mamba3_forward", launch_forward)
+mamba3_forward = operator("mamba3_forward", launch_forward, replayed=True)
 
 
 @torch.library.register_fake(mamba3_forward)
@@ -110,7 +110,7 @@ def launch_backward(
     return *gradients, d_h, d_first
 
 
-mamba3_backward = operator("mamba3_backward", launch_backward)
+mamba3_backward = operator("mamba3_backward", launch_backward, replayed=True)
 _INPUTS = 13
 """Tensors of the forward operator."""
 

@@ -24,9 +24,9 @@ from triton.runtime.jit import JITFunction
 
 from llmtrain.bench.tune.compiling import StandIn, platform_of
 from llmtrain.kernels import operation as operations
-from llmtrain.kernels import operators, platform, tuning
+from llmtrain.kernels import operators, platform, replay, tuning
 from llmtrain.kernels.attention import triton_call
-from llmtrain.kernels.launch import Kernel
+from llmtrain.kernels.launch import Descriptor, Kernel, jit
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.replay import Replayed, Tape
 
@@ -179,3 +179,222 @@ def test_a_replayed_call_is_the_call(name: str, shape: Shape):
 
 def write(x, y, n, WIDTH: tl.constexpr):
     pass
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    return jit(write)
+
+
+def of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).to(dtype).view(shape)
+
+
+def test_formats_are_told_apart(kernel: Any):
+    """Each is a call of its own, the second of which is recorded."""
+
+    def launch(x: Tensor, factor: float) -> Tensor:
+        y = torch.empty_like(x)
+        kernel[(x.shape[0],)](x, y, x.stride(0), WIDTH=x.shape[1])
+        return y
+
+    replayed = Replayed(launch)
+    wide = of(4, 12)
+    given = [(x, 0) for x in (wide, wide.bfloat16(), wide[:2], wide[:, :6], wide.t(), of(8, 6))]
+    for x, shifted in (*given, (wide, 1), (wide, 2)):
+        for factor in (1.0, 2.0):
+            before = len(replayed.tapes)
+            for _ in range(3):
+                assert outcome(replayed, (x, factor), shifted) == outcome(launch, (x, factor), shifted)
+            assert len(replayed.tapes) == before + 1
+    assert all(isinstance(tape, Tape) for tape in replayed.tapes.values())
+
+
+def test_tensors_that_share_memory_are_known_apart(kernel: Any):
+    """A call with slices of one tensor, replayed with tensors of their own."""
+
+    def launch(x: Tensor, y: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        kernel[(1,)](x, out, 3, WIDTH=1)
+        kernel[(2,)](y, out, 3, WIDTH=1)
+        return out
+
+    replayed, both = Replayed(launch), of(2, 16)
+    for _ in range(2):
+        replayed(both[0], both[1])
+    assert outcome(replayed, (of(16), 2 * of(16))) == outcome(launch, (of(16), 2 * of(16)))
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+
+
+def test_operators_of_pytorch_are_called_again_and_views_followed(kernel: Any):
+    def launch(x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        rows = x.transpose(0, 1).contiguous()
+        sums, room = rows.sum(1), torch.zeros(4, 8, dtype=x.dtype)
+        head, tail = room.split([2, 6], dim=-1)
+        kernel[(3,)](rows[1:], tail, 16, WIDTH=2)
+        kernel[(3,)](tail[2:], head, 16, WIDTH=2)
+        joined = torch.cat([head, tail], dim=1).unflatten(0, (2, 2))
+        kernel[(3,)](joined, sums, 16, WIDTH=2)
+        return joined, sums.to(torch.bfloat16), tail[1]
+
+    replayed, args = Replayed(launch), (of(6, 4), None)
+    wanted = outcome(launch, args)
+    for _ in range(4):
+        assert outcome(replayed, args) == wanted
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+
+
+def test_memory_is_freed_after_its_last_use(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    def launch(x: Tensor) -> Tensor:
+        first, second = torch.empty_like(x), torch.empty_like(x)
+        kernel[(1,)](x, first, 1, WIDTH=1)
+        kernel[(1,)](first, second, 1, WIDTH=1)
+        third = torch.empty_like(x)
+        kernel[(1,)](second, third, 1, WIDTH=1)
+        return third
+
+    replayed, x = Replayed(launch), of(8)
+    for _ in range(2):
+        replayed(x)
+    (tape,) = replayed.tapes.values()
+    assert isinstance(tape, Tape)
+    alive: list[int] = []
+    monkeypatch.setattr(replay.Launch, "run", lambda self, memory, *_: alive.append(sum(t is not None for t in memory)))
+    tape.run([x], [x.data_ptr()], 0)
+    assert alive == [3, 3, 3]  # without the first at the last
+
+
+Unrecordable = Callable[[Tensor, Any], Any]
+
+
+def _random(x: Tensor, kernel: Any) -> Tensor:
+    y = torch.rand_like(x)
+    kernel[(1,)](x, y, 1, WIDTH=1)
+    return x.clone()
+
+
+def _reads_a_number(x: Tensor, kernel: Any) -> Tensor:
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, int(x.sum().item()) // 4, WIDTH=1)
+    return y
+
+
+def _returns_an_input(x: Tensor, kernel: Any) -> Tensor:
+    kernel[(1,)](x, torch.empty_like(x), 1, WIDTH=1)
+    return x.view(-1)
+
+
+def _without_a_kernel(x: Tensor, kernel: Any) -> Tensor:
+    return x + 1
+
+
+OUTSIDE = torch.zeros(64)
+
+
+def _reads_a_tensor_of_elsewhere(x: Tensor, kernel: Any) -> Tensor:
+    y = torch.empty_like(x)
+    kernel[(1,)](OUTSIDE, y, 1, WIDTH=1)
+    return y
+
+
+def _returns_other_numbers(x: Tensor, kernel: Any) -> Tensor:
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, 1, WIDTH=1)
+    return y.view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _random, _reads_a_number, _returns_an_input, _without_a_kernel, _reads_a_tensor_of_elsewhere, _returns_other_numbers
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_called_every_time(function: Unrecordable, kernel: Any):
+    ran: list[int] = []
+
+    def launch(x: Tensor) -> Tensor:
+        ran.append(1)
+        return function(x, kernel)
+
+    replayed = Replayed(launch)
+    for number in range(1, 5):
+        replayed(of(4, 4))
+        assert len(ran) == number
+    assert list(replayed.tapes.values()) == [True]
+
+
+def test_scratch_memory_of_tritons_launcher_is_tritons(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    def scratching(self: Any, key: str, signature: Any, *rest: Any) -> Compiled:
+        made = self.device_caches[0][0][key] = Compiled(key, signature, scratch=16)
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", scratching)
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", lambda self, *args: None)
+    mine = jit(write)
+
+    def launch(x: Tensor) -> Tensor:
+        mine[(1,)](x, y := torch.empty_like(x), 1, WIDTH=1)
+        return y
+
+    replayed = Replayed(launch)
+    for _ in range(3):
+        replayed(of(4))
+    assert list(replayed.tapes.values()) == [True]
+
+
+def test_hooks_see_launches_and_an_error_leaves_no_tape(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    fails = [False]
+
+    def launch(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        kernel[(1,)](x, y, 1, WIDTH=1)
+        if fails[0]:
+            raise ValueError("fails")
+        return y
+
+    replayed, x = Replayed(launch), of(4)
+    replayed(x)
+    fails[0] = True
+    with pytest.raises(ValueError, match="fails"):
+        replayed(x)
+    fails[0] = False
+    replayed(x)
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+    monkeypatch.setattr(replay, "hooked", lambda: True)
+    fails[0] = True
+    with pytest.raises(ValueError, match="fails"):
+        replayed(x)
+
+
+def test_tapes_are_bounded_and_forgotten_with_the_rows(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    def launch(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        kernel[(1,)](x, y, 1, WIDTH=1)
+        return y
+
+    monkeypatch.setattr(replay, "MAX_TAPES", 2)
+    replayed = Replayed(launch)
+    for size in (1, 2, 3, 3, 3):
+        assert outcome(replayed, (of(size),)) == outcome(launch, (of(size),))
+    assert len(replayed.tapes) == 2
+    tuning.forget()
+    assert not replayed.tapes
+
+
+def test_tensor_maps_are_kept_by_address_and_bounded(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay, "MAX_MAPS", 2)
+    mine = jit(write)
+
+    def launch(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        mine[(1,)](Descriptor(x, [4, 16], [16, 1], [4, 16]), y, 1, WIDTH=1)
+        return y
+
+    replayed, given = Replayed(launch), [again(n * of(4, 16)) for n in (1, 2, 3)]
+    wanted = [outcome(launch, (x,)) for x in given]
+    for _ in range(3):
+        assert [outcome(replayed, (x,)) for x in given] == wanted
+    (tape,) = replayed.tapes.values()
+    assert isinstance(tape, Tape)
+    (maps,) = next(step for step, _ in tape.steps if isinstance(step, replay.Launch)).maps
+    assert 1 <= len(maps[-1]) <= 2
