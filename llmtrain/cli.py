@@ -68,10 +68,18 @@ def _name_user() -> None:
         os.environ.setdefault("HOME", "/")
 
 
+def _share_cores() -> None:
+    """Have the threads of an operator sleep, after some microseconds, until the last of them is done. Where other jobs run too, one
+    that waits at work keeps the last from its core. Read by libgomp, PyTorch's OpenMP, as it is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status (see `llmtrain.errors`)."""
     open_closed_streams()
     _name_user()
+    _share_cores()
     root = parser()
     given = list(sys.argv[1:] if argv is None else argv)
     if any(word == "" and before not in ("--prompt", "--stop") for before, word in pairwise(["", *given])):

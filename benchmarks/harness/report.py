@@ -21,6 +21,12 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def metric_rows(file: Path, *names: str) -> list[Row]:
+    """Complete lines of a run's metrics.jsonl that have all of these metrics."""
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []  # the last may be cut short
+    return [row for row in map(json.loads, lines) if all(name in row for name in names)]
+
+
 def device_name() -> str:
     """Name and number of the GPUs, or CPU."""
     import torch

@@ -103,6 +103,22 @@ class ByType:
         return {"anyOf": [{"enum": list(schema["choices"])}, union]} if self.by_name else union
 
 
+class OrOne:
+    """Mark of a list that may also be written as its only entry: a value of one of `kinds`."""
+
+    def __init__(self, *kinds: type) -> None:
+        self.kinds = kinds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: [value] if isinstance(value, self.kinds) else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        made = handler(schema)
+        return {"anyOf": [*made["items"].get("anyOf", [made["items"]]), made]}
+
+
 def free(default: Any = ..., **kwargs: Any) -> Any:
     """Declare a field that may change when a run is resumed, because it does not alter what is learned."""
     extra: dict[str, Any] = {"resume": "free"}

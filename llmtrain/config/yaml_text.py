@@ -47,7 +47,7 @@ class Loader(yaml.SafeLoader):
             self._values += self._extent[id(node)][0]
         else:
             self._check_tag(event.tag, node)
-            below = [self._extent[id(child)][1] for child in _children(node)]
+            below = [self._extent[id(child)][1] for child in children(node)]
             self._extent[id(node)] = (self._values - before, 1 + max(below, default=0))
         deepest = self._depth + self._extent[id(node)][1]
         self._require(deepest <= MAX_DEPTH, f"more than {MAX_DEPTH} mappings and lists inside one another", start)
@@ -92,7 +92,8 @@ Loader.add_constructor(_TAG + "int", Loader.construct_yaml_int)
 Loader.add_constructor(_TAG + "str", Loader.construct_yaml_str)
 
 
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+def children(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Keys and values of a mapping, items of a list."""
     if isinstance(node, yaml.MappingNode):
         for pair in node.value:
             yield from pair

@@ -26,7 +26,7 @@ def run(config: Config, dtype: str | None = None) -> int:
     rows = [(one.block, one.kernel.operation, one.backend or "none", reason(one, here)) for one in found]
     title = f"{config.name} on {here.device_name or here.arch} ({here.arch}), {dtype}"
     show(title, ("block", "operation", "backend", "because"), list(dict.fromkeys(rows)))
-    missing = [f"{problem.path}: {problem.message}" for problem in missing_units(config, here)]
+    missing = [f"{problem.path}: {problem.message}" for problem in missing_units(config.train, here)]
     for line in missing:
         print(line)
     return 1 if missing or any(one.backend is None for one in found) else 0

@@ -27,7 +27,6 @@ from llmtrain.errors import RunError, UserError, print_error
 from llmtrain.kernels import platform
 from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
-from llmtrain.schema.config import Config
 
 _LIMIT = timedelta(minutes=10)
 """Time limit of the group: beyond the preflight's own, since NCCL's ends the process without the name of a rank."""
@@ -124,13 +123,13 @@ def run(folder: Path | None) -> int:
     return exit_status_of_rank(lambda: 1 if examine(world_from_environment(), folder) else 0, print_error)
 
 
-def before_run(config: Config) -> None:
-    """Examine a job of several nodes before its run. Raises RunError on every rank if something is wrong."""
+def before_run(folder: Path) -> None:
+    """Examine a job of several nodes before its run. folder: of the run. Raises RunError on every rank if something is wrong."""
     world = world_from_environment()
     if world.size == world.local_size:
         return
     began = time.perf_counter()
-    if examine(world, Path(config.run_dir)):
+    if examine(world, folder):
         raise RunError("train.preflight found faults; `llmtrain doctor --cluster` repeats it")
     if world.is_main:
         run_log.info(f"preflight: no fault on {world.size} ranks ({time.perf_counter() - began:.0f} s)")

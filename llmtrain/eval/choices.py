@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from llmtrain.config.base import PositiveInt, Section, setting_error
+from llmtrain.config.base import OrOne, PositiveInt, Section, setting_error
 from llmtrain.config.texts import PathText, path_problem
 from llmtrain.eval.tasks.sections import Shots
 
@@ -83,19 +83,11 @@ class TaskChoice(Section):
 Models = list[Annotated[ModelChoice, _from_text("path"), _OrText()]]
 
 
-def _models(value: Any) -> Any:
+def _check_kind(value: Any) -> Any:
     if value is not None and not isinstance(value, str | dict | list):
         raise setting_error("expected a path, a mapping with path, or a list of these")
-    return [value] if isinstance(value, str | dict) else value
+    return value
 
 
-class _OrItem:
-    """JSON schema of a list that may also be written as one of its items."""
-
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        schema = handler(core_schema)
-        return {"anyOf": [*schema["items"]["anyOf"], schema]}
-
-
-ModelOrModels = Annotated[Models, BeforeValidator(_models), _OrItem()]
+ModelOrModels = Annotated[Models, OrOne(str, dict), BeforeValidator(_check_kind)]
 Tasks = list[Annotated[TaskChoice, _from_text("task"), _OrText()]]

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
-
-from llmtrain.config.base import PositiveInt, Problem, Section
+from llmtrain.config.base import OrOne, PositiveInt, Problem, Section
 from llmtrain.config.config_type import check_config_type
 from llmtrain.config.decode import decode
 from llmtrain.config.interpolation import resolve
@@ -33,18 +31,8 @@ from llmtrain.eval.tasks.load import find_yaml
 from llmtrain.eval.tasks.sections import Shots
 from llmtrain.schema.wandb import WandbConfig
 
-Paths = Annotated[
-    list[PathText],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-
-
-ShotCounts = Annotated[
-    Shots,
-    BeforeValidator(lambda value: [value] if isinstance(value, int) else value),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}),
-]
+Paths = Annotated[list[PathText], OrOne(str)]
+ShotCounts = Annotated[Shots, OrOne(int)]
 _STYLE = ("chat_template", "system_instruction", "fewshot_as_multiturn")
 
 

@@ -9,6 +9,7 @@ with hooks, and for arguments that are neither tensors, numbers nor our tensor d
 import functools
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import triton
@@ -25,6 +26,9 @@ TRITONS_OWN = "LLMTRAIN_LAUNCH"
 MAX_KEPT = 256
 """Launches that a kernel keeps; those of other arguments are Triton's own. A run needs a few."""
 
+RECORDING: ContextVar[Any] = ContextVar("recording", default=None)
+"""What notes the launches of this thread: a replay.Recording."""
+
 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. triton.cdiv takes the host several microseconds."""
@@ -38,9 +42,12 @@ def next_power_of_2(n: int) -> int:
 
 def jit(function: Callable[..., Any]) -> JITFunction[Any]:
     """triton.jit for a kernel that is launched."""
-    if knobs.runtime.interpret or os.environ.get(TRITONS_OWN) == "triton":
-        return cast("JITFunction[Any]", triton.jit(function))
-    return Kernel(function)
+    return Kernel(function) if is_kept() else cast("JITFunction[Any]", triton.jit(function))
+
+
+def is_kept() -> bool:
+    """False where every launch is Triton's own."""
+    return not knobs.runtime.interpret and os.environ.get(TRITONS_OWN) != "triton"
 
 
 class Descriptor(TensorDescriptor):
@@ -64,22 +71,31 @@ class Kernel(JITFunction[Any]):
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
         self.kept: dict[tuple[Any, ...], Kept] = {}
+        self.constants_at = [at for at, parameter in enumerate(self.params) if parameter.is_constexpr]
 
     def __getitem__(self, grid: Any) -> Any:
         return functools.partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
-        """A launch on the current stream. args: all that are no constants, by position. constants: and Triton's launch options."""
-        if self.pre_run_hooks or _hooked():
+        """A launch on the current stream. args: all that are no constants, by position, and numbers of the constants behind them.
+        constants: the others, and Triton's launch options."""
+        recording = RECORDING.get()
+        if self.pre_run_hooks or hooked():
+            if recording is not None:
+                recording.launch(None, grid, args)
             return self.run(*args, grid=grid, warmup=False, **constants)
         device = driver.active.get_current_device()
-        key, values = _read(device, args, constants)
+        key, values = _read(device, args, self.constants_at, constants)
         kept = None if key is None else self.kept.get(key)
         if kept is None:
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
             if key is not None:
                 self._keep(key, compiled, len(args), constants)
+            if recording is not None:
+                recording.launch(None if key is None else self.kept.get(key), grid, args)
             return compiled
+        if recording is not None:
+            recording.launch(kept, grid, args)
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         kept.run(x, y, z, stream, kept.function, kept.metadata, None, None, None, *values, *kept.rest)
@@ -91,17 +107,18 @@ class Kernel(JITFunction[Any]):
         metadata = getattr(compiled, "metadata", None)
         if metadata is None or metadata.target.backend != "cuda" or len(self.kept) >= MAX_KEPT:
             return
-        first, rest = self.params[:given], self.params[given:]
-        # The key has the values of constants alone.
-        if any(p.is_constexpr for p in first) or not all(p.is_constexpr for p in rest):
+        rest = self.params[given:]
+        if not all(p.is_constexpr for p in rest):  # the key has the values of constants alone
             return
         fixed = tuple(constants.get(p.name, p.default) for p in rest)
         self.kept[key] = Kept(compiled.run, compiled.function, compiled.packed_metadata, fixed)
 
 
-def _read(device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
+def _read(
+    device: int, args: tuple[Any, ...], constants_at: list[int], constants: dict[str, Any]
+) -> tuple[tuple[Any, ...] | None, list[Any]]:
     """All that the compiled kernel depends on (None: it may depend on something else), and the arguments as they are launched:
-    of tensors the addresses."""
+    of tensors the addresses. constants_at: places of constants."""
     values: list[Any] = []
     key: list[Any] = [device, *constants, *constants.values(), *map(type, constants.values())]
     for argument in args:
@@ -124,10 +141,11 @@ def _read(device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tupl
             key.append(argument.kind)
         else:
             return None, values
+    key += [args[at] for at in constants_at if at < len(args)]
     return tuple(key), values
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """True if something wants to see every launch, as Triton's profiler does."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

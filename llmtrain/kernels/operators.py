@@ -10,21 +10,28 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from llmtrain.kernels.launch import is_kept
+from llmtrain.kernels.replay import Replayed
+
 _LIBRARY = torch.library.Library("llmtrain", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _BACKENDS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
 
 
-def operator(name: str, launch: Callable[..., Any], schema: str | None = None) -> OpOverload:
+def operator(
+    name: str, launch: Callable[..., Any], schema: str | None = None, replayed: bool = False
+) -> OpOverload:  # fmt: skip
     """The operator llmtrain::NAME, computed by `launch`, on every device. Its fake implementation: torch.library.register_fake.
 
-    schema: of arguments and results; None: from the annotations of `launch`, which takes them by position.
+    schema: of arguments and results; None: from the annotations of `launch`, which takes them by position. replayed: what `launch`
+    does is recorded and replayed (replay.py): all kernels that it launches are of launch.jit, whatever numbers tensors have.
     """
     _LIBRARY.define(
         name + (schema or torch.library.infer_schema(launch, mutates_args=())), tags=(torch.Tag.pt2_compliant_tag,)
     )
     op = getattr(torch.ops.llmtrain, name).default
     assert not any(argument.has_default_value() or argument.kwarg_only for argument in op._schema.arguments)
+    launch = Replayed(launch) if replayed and is_kept() else launch
     _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
     gradient = _GRADIENTS[op] = _Gradient(op, launch)
     _LIBRARY.impl(name, gradient.call, "Autograd", with_keyset=True)
@@ -64,11 +71,14 @@ class _Gradient:
                 return (*found, None) if isinstance(found, tuple) else (found, None)
 
         Function.__name__ = Function.__qualname__ = f"{op._opname}_backward"
-        self.function = Function
+        self.apply = Function.apply
+        # What Function.apply comes to where no transform of torch.func is active.
+        self.apply_in_c: Any = super(torch.autograd.Function, Function).apply
 
     def call(self, keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self.function.apply(*args, keys)
+            transformed = torch._C._are_functorch_transforms_active()
+            return (self.apply if transformed else self.apply_in_c)(*args, keys)
         return self.below(keys, *args)
 
     def below(self, keys: Any, *args: Any) -> Any:

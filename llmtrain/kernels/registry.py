@@ -19,6 +19,7 @@ from llmtrain.kernels.experts import spec as experts
 from llmtrain.kernels.gated_delta import spec as gated_delta
 from llmtrain.kernels.gated_norm import spec as gated_norm
 from llmtrain.kernels.kimi_delta import spec as kimi_delta
+from llmtrain.kernels.mamba3 import spec as mamba3
 from llmtrain.kernels.mamba_mixer import spec as mamba_mixer
 from llmtrain.kernels.norm import spec as norm
 from llmtrain.kernels.platform import Platform
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from llmtrain.kernels.attention.measured import Choice
 
 Operation = Literal[
-    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "kimi_delta", "experts",
-    "attention_step", "ssd_step", "conv1d_step",
+    "attention", "rotary", "norm", "ssd", "conv1d", "gated_norm", "mamba_mixer", "gated_delta", "kimi_delta", "mamba3",
+    "experts", "attention_step", "ssd_step", "conv1d_step", "mamba3_step",
 ]  # fmt: skip
 Spec = Any
-"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec, GatedDeltaSpec, KimiDeltaSpec or
-ExpertsSpec, by operation."""
+"""AttentionSpec, RotarySpec, NormSpec, SSDSpec, Conv1dSpec, GatedNormSpec, MambaMixerSpec, GatedDeltaSpec, KimiDeltaSpec,
+Mamba3Spec or ExpertsSpec, by operation."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             ("llmtrain.fla_kimi_delta_forward.default",),
         ),
     ),
+    "mamba3": (
+        Backend("reference", "llmtrain.kernels.mamba3.reference"),
+        Backend(
+            "triton", "llmtrain.kernels.mamba3.triton", mamba3.refuse_triton_turns, ("llmtrain.mamba3_forward.default",)
+        ),
+    ),
     "experts": (
         Backend("reference", "llmtrain.kernels.experts.reference"),
         Backend("grouped_mm", "llmtrain.kernels.experts.grouped_mm", experts.refuse_grouped_mm),
@@ -189,6 +196,10 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", "llmtrain.kernels.conv1d.step"),
         Backend("triton", "llmtrain.kernels.conv1d.step_triton", _refuse_triton_step),
     ),
+    "mamba3_step": (
+        Backend("reference", "llmtrain.kernels.mamba3.step"),
+        Backend("triton", "llmtrain.kernels.mamba3.step_triton", _refuse_triton_step),
+    ),
 }
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
@@ -200,10 +211,12 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "mamba_mixer": mamba_mixer.preference,
     "gated_delta": gated_delta.preference,
     "kimi_delta": kimi_delta.preference,
+    "mamba3": mamba3.preference,
     "experts": experts.preference,
     "attention_step": _preference_step,
     "ssd_step": _preference_step,
     "conv1d_step": _preference_step,
+    "mamba3_step": _preference_step,
 }
 # A config that names a third-party scan gets that package's convolution and norm too.
 _BELONGS = {"mamba_ssm": ("causal_conv1d", "reference")}

@@ -21,6 +21,9 @@ FOLDER = Path(__file__).with_name("tables")
 TABLES: dict[Vendor, tuple[str, ...]] = {"nvidia": ("sm80", "sm90", "sm100"), "amd": ("gfx90a", "gfx942", "gfx950")}
 """Architectures with a table, oldest first."""
 
+BY_ROWS: list[dict[Any, Any]] = []
+"""What others keep that depends on rows."""
+
 _NAMED, _TO_BE_MADE = "LLMTRAIN_TUNING", "LLMTRAIN_TUNING_TO_BE_MADE"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -128,6 +131,8 @@ def forget() -> None:
     """Read the files again at the next selection."""
     for cached in (_select, _exact, own_rows, read_shipped):
         cached.cache_clear()
+    for kept in BY_ROWS:
+        kept.clear()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from llmtrain.data.shards.checks import data_fingerprint
 from llmtrain.distributed.world import World, gloo_group
 from llmtrain.errors import Preempted, RunError, UserError
 from llmtrain.logs import run_log
-from llmtrain.schema.config import Config
+from llmtrain.schema.data import DataConfig
 from llmtrain.schema.schedule import Schedule
 from llmtrain.train.build import Training
 from llmtrain.train.callbacks.checkpointing import Checkpointing
@@ -127,9 +128,9 @@ class Checkpoints:
         self.uploads = Uploads(config.remote, self.saver.root, retention, world, self.preemption)
         self.interval = steps(config.interval)
 
-    def callback(self, config: Config, more_files: Mapping[str, bytes]) -> Checkpointing:
-        """config: as the user gave it, which checkpoints hold. more_files: see RunState."""
-        written, fingerprint = config.model_dump(mode="json"), partial(data_fingerprint, config.data)
+    def callback(self, written: dict[str, Any], data: DataConfig, more_files: Mapping[str, bytes]) -> Checkpointing:
+        """written: the config as the user gave it, which checkpoints hold. more_files: see RunState."""
+        fingerprint = partial(data_fingerprint, data)
         places = self.interval, self.passed, self.also, self.rewind
         return Checkpointing(self.saver, self.preemption, written, fingerprint, *places, more_files)
 

@@ -114,6 +114,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
     samples_config = config.eval.samples
+    written = config.model_dump(mode="json")
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     stability = Stability(config.train, training.spikes, shared_gradients(model), rewind and rewind.ask)
     step, compare = training.step(checkpoints.preemption.group), config.train.compare_ranks
@@ -154,9 +155,9 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                     folder,
                     world.is_main,
                 ),
-                checkpoints.callback(config, tokenizer_files(config, resumed) if world.is_main else {}),
+                checkpoints.callback(written, config.data, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
-            loggers=build_loggers(config, folder, schedule.total),
+            loggers=build_loggers(config.logging, folder, schedule.total, config.name, written),
             progress_bar=False,
         )
     if resumed:

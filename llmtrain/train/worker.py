@@ -52,7 +52,7 @@ def run_rank(
     overrides: Sequence[str],
     fresh: bool,
     lock: RunLock | None = None,
-    preflight: Callable[[Config], None] | None = None,
+    preflight: Callable[[str, Path], None] | None = None,
 ) -> int:
     """Prepare the data, train, and report the result (rank 0). Returns the exit status, or ends a rank of several.
 
@@ -73,7 +73,7 @@ def run_rank(
         for line in environment:
             run_log.info(line)
         if preflight is not None:
-            preflight(config)
+            preflight(config.train.preflight, Path(config.run_dir))
         lock = lock or _hold(config, world)
         folder = Path(config.run_dir)
         with start_phase("preparation of data, checks and downloads"):
@@ -130,7 +130,7 @@ def _prepare(config: Config, world: World, lock: RunLock | None, fresh: bool) ->
         verified = download_newest_checkpoint(config, launch, progress=sys.stderr.isatty())
         check_resumption(config)
     _refuse_missing_gpus(world)
-    refuse_what_is_missing(config, detect())
+    refuse_what_is_missing(config.model, config.train, config.data.mask_documents, detect())
     download_initial_weights(config, fresh)
     _prepare_data(config, world)
     if fresh and lock and first_start:

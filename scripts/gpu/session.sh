@@ -194,12 +194,12 @@ loader() { # the share of a step spent waiting for data, from a store on this ma
 }
 
 automatic() { # microbatch_size: auto and activation_checkpointing: auto beside a sweep by hand
-    local common=(train.precision=amp_bf16 train.sharding.strategy=auto) name batch seq_len sweep
+    local name batch seq_len sweep
     while read -r name batch seq_len sweep; do
         [[ " ${ONLY:-$name} " == *" $name "* ]] || continue
         # shellcheck disable=SC2086
-        step "automatic-$name" 200 "$python" -m benchmarks automatic "yamls/pretrain/$name.yaml" "${common[@]}" \
-            train.global_batch_size="$batch" data.seq_len="$seq_len" --sweep $sweep --seconds 80 --out "$work/$name.json" "$@"
+        step "automatic-$name" 200 "$python" -m benchmarks automatic "yamls/pretrain/$name.yaml" train.sharding.strategy=auto \
+            train.global_batch_size="$batch" --seq-len "$seq_len" --sweep $sweep --seconds 80 --out "$work/$name.json" "$@"
     done <<'MODELS'
 mpt-3b 8 2048 none:8,4 selective:8
 mpt-1b 16 2048 none:16,8 selective:16

@@ -17,6 +17,8 @@ class Findings:
         if verdict not in self.good:
             self.wrong.append(f"== {verdict}: {about}")
             print(self.wrong[-1], flush=True)
+        if self.counts.total() % 50 == 0:
+            print(dict(self.counts), flush=True)
 
     def passed(self) -> Counter[str]:
         """The counts; fails with all findings."""

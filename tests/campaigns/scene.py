@@ -253,7 +253,8 @@ def command(
 ) -> tuple[int | None, str]:
     """(exit status, or None where it ran into the limit of time; what was printed) of a command in a process of its own.
 
-    stop: (seconds, signal) to send it that signal after so long."""
+    limit: seconds on a quiet machine: as many times more where that many processes wait for a core; stop: (seconds, signal) to send
+    it that signal after so long."""
     printed = folder.parent / f"{folder.name}.printed"
     process = warm().Process(target=_run, args=(folder, argv, printed), daemon=False)
     process.start()
@@ -262,6 +263,8 @@ def command(
         if process.is_alive():
             os.kill(process.pid or 0, stop[1])
     process.join(limit)
+    if process.is_alive():
+        process.join(limit * max(1, os.getloadavg()[0] / (os.cpu_count() or 1)))
     late = process.is_alive()
     if late:
         process.kill()

@@ -154,8 +154,6 @@ def draw(scene: Path, place: Path, count: int) -> Counter[str]:
         verdict = judge(READERS[name], files, status, text, differences, free)
         found.add(verdict, f"{name}, {file}, {kind}: {status} {differences[:5]}\n{text[-1500:]}")
         shutil.rmtree(place)
-        if found.counts.total() % 50 == 0:
-            print(dict(found.counts), flush=True)
     return found.passed()
 
 

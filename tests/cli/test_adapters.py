@@ -120,18 +120,21 @@ def watched(settings: dict[str, Any]) -> tuple[dict[int, float], bool, int, int,
 EVERYWHERE = {"lora": {"rank": 2, "dora": True}}
 
 
-def test_frozen_weights_stay_and_every_division_of_the_ranks_computes_the_same(ranks, finished, tmp_path):
-    changes = {"adapt": EVERYWHERE, "train.duration": "2 steps", "train.microbatch_size": 4}
+@pytest.mark.parametrize("steps", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_frozen_weights_stay_and_every_division_of_the_ranks_computes_the_same(ranks, finished, tmp_path, steps):
+    changes = {"adapt": EVERYWHERE, "train.duration": f"{steps} steps", "train.microbatch_size": 4}
     whole = ranks(1).run(watched, settings_of(finished, tmp_path / "whole", **changes))[0]
-    parallel = [{"train.parallel": {"tensor": 2}}, {"train.parallel": {"context": 2}}, {}]
+    parallel: list[dict[str, Any]] = [{"train.parallel": {name: 2}} for name in ("tensor", "context")] + [{}]
+    if steps > 2:
+        parallel += [{"train.parallel": {"pipeline": 2}, "train.microbatch_size": 2}, {"optimizer.type": "adamw_8bit"}]
     found = [
         one
         for number, division in enumerate(parallel)
         for one in ranks(2).run(watched, settings_of(finished, tmp_path / str(number), **changes | division))
     ]
     for losses, equal, frozen, state, trained in [whole, *found]:
-        assert equal and frozen and state == 2 * trained
-        assert losses == pytest.approx(whole[0], rel=1e-5)
+        assert equal and frozen and state >= 2 * trained
+        assert losses == pytest.approx(whole[0], rel=1e-5 if steps == 2 else 1e-3)
 
 
 def test_weights_in_4_bits_train_and_resume(ranks, finished, tmp_path):

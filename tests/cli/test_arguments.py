@@ -56,6 +56,19 @@ def _commands(parser, words=()):
             yield from _commands(below, (*words, name))
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_asleep_where_nothing_else_is_set(given, spins, monkeypatch, capsys):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.environ", found := dict(os.environ))
+    assert main(["generate", "/nowhere", "--prompt", ""]) == 2
+    assert found.get("GOMP_SPINCOUNT") == spins
+
+
 @pytest.mark.parametrize("words", list(_commands(parser())), ids=" ".join)
 def test_help_of_a_command_is_its_own(words, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -95,35 +95,6 @@ def test_bench_kernels_measures_the_cpus_backends(capsys, tmp_path):
     assert (tmp_path / "out/kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (["kernels", "--only", "softmax"], "nothing to measure in 'softmax'; there is attention"),
-        (["kernels", "--match", "xyz"], "no cell is left; there is:\n  attention head_dim 32 T=128"),
-        (["kernels", "--peer-path", "/nowhere"], "--peer-path /nowhere is no folder"),
-        (["tune", "--operation", "softmax"], "nothing to tune in 'softmax'; there is attention, rotary, norm, ssd"),
-        (["tune", "--shape", "head_dim"], "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'"),
-        (
-            ["tune", "--shape", "headdim=64"],
-            "attention has no 'headdim'; its cases have head_dim, seq_len, tokens, heads, kv_heads, document\n",
-        ),
-        (["tune", "--variant", "causal"], "no attention variant 'causal'; there is plain, alibi"),
-        (["tune", "--kernels", "fwd"], "no kernel 'fwd'; there is forward, dq, dkdv"),
-        (
-            ["tune", "--operation", "gated_norm", "--shape", "width=4"],
-            "gated_norm has no 'width'; its cases have group_size",
-        ),
-        (["tune", "--operation", "rotary", "--kernels", "forward"], "no kernel 'forward'; there is every"),
-        (["tune", "--operation", "conv1d"], "bench tune times kernels on a GPU, and this machine has none"),
-        (["tune"], "bench tune times kernels on a GPU, and this machine has none"),
-    ],
-)
-def test_rejects_what_is_wrong_before_anything_is_compiled(capsys, words, told):
-    status, _, err = run(capsys, "bench", *words)
-    assert status == 2
-    assert told in err
-
-
 TABLES = Path(tuning.__file__).with_name("tables")
 NO_GPU = "bench tune times kernels on a GPU, and this machine has none; run it where the kernels will run"
 ATTENTION, SSD = "--operation attention --shape", "--operation ssd --shape"
@@ -182,6 +153,21 @@ SIZE = "a size is a whole number above 0, at most 4194304"
         ("tune --operation norm --shape centred=1", NO_GPU),
         ("tune --operation gated_norm --shape group_size=4194304 groups=4194304 tokens=4194304", None),
         ("tune --shape heads=4194304 tokens=4194304 head_dim=256", NO_GPU),
+        ("kernels --only softmax", "nothing to measure in 'softmax'; there is attention…"),
+        ("kernels --match xyz", "no cell is left; there is:\n  attention head_dim 32 T=128…"),
+        ("kernels --peer-path /nowhere", "--peer-path /nowhere is no folder…"),
+        ("tune --operation softmax", "nothing to tune in 'softmax'; there is attention, rotary, norm, ssd…"),
+        ("tune --shape head_dim", "--shape takes NAME=SIZE, such as head_dim=128, not 'head_dim'…"),
+        (
+            "tune --shape headdim=64",
+            "attention has no 'headdim'; its cases have head_dim, seq_len, tokens, heads, kv_heads, doc…",
+        ),
+        ("tune --variant causal", "no attention variant 'causal'; there is plain, alibi…"),
+        ("tune --kernels fwd", "no kernel 'fwd'; there is forward, dq, dkdv…"),
+        ("tune --operation gated_norm --shape width=4", "gated_norm has no 'width'; its cases have group_size…"),
+        ("tune --operation rotary --kernels forward", "no kernel 'forward'; there is every…"),
+        ("tune --operation conv1d", NO_GPU),
+        ("tune", NO_GPU),
         ("tune --top -1", "--top -1: expected at least 1"),
         ("tune --workers 0", "--workers 0: expected at least 1"),
         ("tune pretrain/mpt-1b --workers 0", "--workers 0: expected at least 1"),
@@ -196,11 +182,11 @@ SIZE = "a size is a whole number above 0, at most 4194304"
         ("kernels --only norm --compile-seconds nan", "--compile-seconds nan: expected at least 0"),
     ],
 )
-def test_rejects_in_one_line_what_no_kernel_can_have(capsys, monkeypatch, tmp_path, words, told):
+def test_rejects_in_one_line_what_cannot_be_before_anything_is_compiled(capsys, monkeypatch, tmp_path, words, told):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "bench", *words.split())
-    assert status == 2 and out == "" and err.count("\n") == 1
-    assert told is None or err == f"{told}\n"
+    assert status == 2 and ((out == "" and err.count("\n") == 1) or "--match" in words)
+    assert told is None or err == f"{told}\n" or (told[-1] == "…" and told[:-1] in err)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -25,6 +25,7 @@ from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.schema.config import Config
 from tests.support import checkpoints, foundry
 from tests.support.conversion import CONFIGS, convert, publish, refused
+from tests.support.pickled import Bomb
 from tests.support.stores import flip
 from tests.support.tiny import tiny_config
 
@@ -139,16 +140,6 @@ def test_format_1_comes_with_its_optimizer(ranks, shards, tmp_path, capsys, size
     assert loaded == saved
     convert(capsys, "checkpoint", "convert", old, tmp_path / "hf", "--to", "hf")
     assert open_hf_checkpoint(tmp_path / "hf").config["model_type"] == "zamba2"
-
-
-class Bomb:
-    """Runs when it is unpickled."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
 
 
 def test_no_code_of_a_pickle_is_run(tmp_path, capsys):

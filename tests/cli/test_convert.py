@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.cli import main
+from llmtrain.convert import export
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
@@ -26,7 +27,6 @@ from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish
-from tests.support.project import LLMTRAIN, stop
 from tests.support.runs import read_tensors
 from tests.support.sharded import write
 
@@ -257,31 +257,35 @@ def test_a_fresh_environment_loads_the_export(exported, finished, tmp_path, caps
     assert without_us(exported, str(python), LOADS) == greedy(finished[0].run_dir, capsys)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """A checkpoint of 300 MB."""
-    return checkpoints.save(tmp_path_factory.mktemp("large") / "checkpoint", checkpoints.mpt(768, 8, 25_000))
+def export_and_be_killed(checkpoint: Path, out: Path) -> None:
+    """A process: an export whose third file is half written when it is killed."""
+    write = export._write_shard
+
+    def killed(path: Path, *rest: Any) -> None:
+        if "model-00003" not in path.name:
+            return write(path, *rest)
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    export._write_shard = killed
+    main(["export", str(checkpoint), str(out), "--max-shard-size", "20KB"])
 
 
-def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_succeeds(large, tmp_path, capsys):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    process = subprocess.Popen([*LLMTRAIN, "export", str(large), str(out), "--max-shard-size", "10MB"], cwd=tmp_path)
-    try:
-        deadline = time.monotonic() + 120
-        while len(list(partial.glob("*.safetensors"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(300) == -signal.SIGKILL
-    finally:
-        stop(process, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    (partial / "stale").touch()
-    convert(capsys, "export", large, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_succeeds(tmp_path, capsys):
+    folder, out = tmp_path / "folder", tmp_path / "folder" / "out"
+    folder.mkdir()
+    checkpoint = checkpoints.save(tmp_path / "checkpoint", checkpoints.mpt(32, 2, 300))
+    process = get_context("fork").Process(target=export_and_be_killed, args=(checkpoint, out))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name for path in folder.iterdir()] == ["out.partial"]
+    assert len(list((folder / "out.partial").glob("*.safetensors"))) == 3
+    (folder / "out.partial" / "stale").touch()
+    convert(capsys, "export", checkpoint, out)
+    assert [path.name for path in folder.iterdir()] == ["out"]
     assert not (out / "stale").exists()
-    found = open_hf_checkpoint(out)
-    expected = parameters(large)
-    assert torch.equal(found["transformer.wte.weight"], expected["embed.weight"])
+    assert torch.equal(open_hf_checkpoint(out)["transformer.wte.weight"], parameters(checkpoint)["embed.weight"])
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "nemotron_h"])

@@ -15,6 +15,7 @@ from llmtrain.kernels.attention import triton_call
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.sum_groups import sum_groups
 from llmtrain.kernels.attention.triton_launch import Launch
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.costs import Flops
@@ -296,3 +297,12 @@ def test_selective_checkpointing_keeps_the_output(monkeypatch):
     assert {kind: count for kind, (count, _) in found.items()} == {"none": 1, "full": 2, "selective": 1}
     for kind in ("full", "selective"):
         assert all(map(torch.equal, found[kind][1], found["none"][1]))
+
+
+@pytest.mark.parametrize(("parts", "widths"), [(2, (16, 16)), (5, (24, 8))])
+def test_gradients_of_programs_that_share_keys_are_summed(parts, widths):
+    g = torch.Generator().manual_seed(3)
+    given = [torch.randn(2, 33, 3 * parts, width, generator=g) for width in widths]
+    for dtype in (torch.float32, torch.bfloat16):
+        for found, t in zip(sum_groups(*given, 3, dtype), given, strict=True):
+            torch.testing.assert_close(found, t.unflatten(2, (3, parts)).sum(3).to(dtype))

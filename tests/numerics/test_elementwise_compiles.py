@@ -1,5 +1,5 @@
-"""Casts to float8, and the gradient of gated units, compile for the GPUs of NVIDIA, and move 16 bytes a thread. Their results:
-interpreted_float8_cast.py, interpreted_glu.py, and tests/gpu."""
+"""Casts to float8, the gradient of gated units, and attention's sums over groups compile for the GPUs of NVIDIA, and move 16 bytes
+a thread. Their results: interpreted_float8_cast.py, interpreted_glu.py, interpreted_attention.py, and tests/gpu."""
 
 import re
 from typing import Any
@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmtrain.kernels.attention import sum_groups
 from llmtrain.kernels.float8_cast import triton as casts
 from llmtrain.kernels.glu import triton as unit
 from llmtrain.kernels.glu.reference import ACTIVATIONS
@@ -17,10 +18,13 @@ pytestmark = pytest.mark.compile
 CAST = {"x": "*bf16", "scale": "*fp32", "result": "*fp8e4nv", "transposed": "*fp8e4nv", "rows": "i32", "columns": "i32"}
 TRANSPOSE = {"x": "*i8", "transposed": "*i8", "rows": "i32", "columns": "i32"}
 GLU = {"dy": "*bf16", "h": "*bf16", "d_h": "*bf16", "width": "i32"}
+SUM = {"dk": "*fp32", "dv": "*fp32", "out_k": "*bf16", "out_v": "*bf16", "n_k": "i32", "n_v": "i32"}
+OF_GROUPS = {"K_WIDTH": 104, "V_WIDTH": 64, "PARTS": 5, "BLOCK": sum_groups.BLOCK}
 BLOCKS = {"BLOCK_ROWS": casts.BLOCK_ROWS, "BLOCK_COLUMNS": casts.BLOCK_COLUMNS}
 # Kernel, types of its arguments, constants, warps, and how often it reads one number alone: the scale.
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
     "cast": (casts._cast, CAST, BLOCKS | {"LARGEST": 448.0}, casts.NUM_WARPS, 1),
+    "sum_groups": (sum_groups._sum_groups, SUM, OF_GROUPS, sum_groups.NUM_WARPS, 0),
     "transpose": (casts._transpose, TRANSPOSE, BLOCKS, casts.NUM_WARPS, 0),
     **{
         f"glu, {name}": (unit._glu_bwd, GLU, {"ACTIVATION": name, "BLOCK": unit.BLOCK}, unit.NUM_WARPS, 0)
@@ -30,7 +34,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize(
-    "name, arch", [(name, arch) for name in CASES for arch in ((80 if "glu" in name else 89), 90, 100)]
+    "name, arch", [(name, arch) for name in CASES for arch in ((89 if name in ("cast", "transpose") else 80), 90, 100)]
 )
 def test_it_moves_sixteen_bytes_a_thread(name: str, arch: int):
     kernel, signature, constants, num_warps, single = CASES[name]

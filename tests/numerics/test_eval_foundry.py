@@ -13,7 +13,7 @@ from llmtrain.eval.native_task import NativeTask, load_task
 from llmtrain.eval.prompts.requests import GeneratedText, Loglikelihood, LoglikelihoodRequest, Request
 from llmtrain.eval.tasks.sections import FoundryPrompting
 from tests.support import foundry_oracle as oracle
-from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
+from tests.support.icl import ask, icl_file, some_sentence
 
 FILES = {
     "winograd": "winograd_wsc",
@@ -36,16 +36,6 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 """Settings of LLM Foundry's own task files (scripts/eval/yamls/tasks_v0.2.yaml)."""
 CATEGORIES = ("jeopardy", "mmlu")
-
-
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def any_tokenizer(request) -> TextTokenizer:
-    return TOKENIZERS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return byte_level()
 
 
 def hugging_face(tokenizer: TextTokenizer, folder: Path) -> Any:

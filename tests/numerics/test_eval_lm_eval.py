@@ -16,7 +16,7 @@ from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.sections import Examples, Source
 from llmtrain.eval.tasks.templates import Template
-from tests.support.icl import TOKENIZERS, ask, byte_level, icl_file, some_sentence
+from tests.support.icl import ask, icl_file, some_sentence
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval, of the development dependencies"
@@ -100,16 +100,6 @@ NAMES = {
     "byte_perplexity": "byte_perplexity,none",
     "bits_per_byte": "bits_per_byte,none",
 }
-
-
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def any_tokenizer(request) -> TextTokenizer:
-    return TOKENIZERS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return byte_level()
 
 
 def harness(tokenizer: TextTokenizer, folder: Path, max_length: int = 8192):

@@ -12,26 +12,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import UnsupportedModelError, families, family_of_hf_config
-from tests.numerics import test_hf_decoders as decoders
-from tests.numerics import test_hf_experts as experts
-from tests.numerics import test_hf_hybrids as hybrids
 from tests.support import hf, hf_families
 from tests.support.closeness import rounding
 
-# Family -> how its tests draw, its config class and its model class.
-PEERS: dict[str, tuple[Any, Any, Any]] = {
-    **{
-        name: (lambda rng, i, peer=peer: peer.draw(rng), peer.config, peer.model)
-        for name, peer in decoders.PEERS.items()
-    },
-    **{
-        name: (peer.draw, peer.config, peer.model)
-        for name, peer in [*hybrids.PEERS.items(), *hf_families.PEERS.items()]
-    },
-}
-for name, peer in experts.PEERS.items():  # those that may have none: in every other case
-    dense = PEERS[name][0] if name in PEERS else peer.draw
-    PEERS[name] = (lambda rng, i, draws=(dense, peer.draw): draws[i % 2](rng, i)), peer.config, peer.model
+# Model type -> how its tests draw, its config class and its model class. Of those that may have no experts: in every other case.
+PEERS: dict[str, tuple[Any, Any, Any]] = {}
+for peer in hf_families.PEERS.values():
+    draws = [other.draw for other in hf_families.PEERS.values() if other.model_type == peer.model_type]
+    drawing = lambda rng, i, draws=draws: draws[i % len(draws)](rng, i)  # noqa: E731
+    PEERS[peer.model_type] = drawing, peer.config, peer.model
 
 # Fields of PreTrainedConfig: of tasks and of what a call returns.
 OF_ALL = {

@@ -6,7 +6,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,42 +19,24 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hf.family import family_of_hf_config
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layer_part import persistent_buffers
-from tests.numerics import test_hf_decoders, test_hf_experts, test_hf_hybrids
 from tests.support import hf, hf_families
 
 DRAWS = 8
 TOLERANCE = 1e-5
-PEERS: dict[str, tuple[Any, Any, Any]] = {
-    "llama": (hf_families.llama, transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen3": (test_hf_decoders.PEERS["qwen3"].draw, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "olmo_hybrid": (
-        test_hf_decoders.PEERS["olmo_hybrid"].draw,
-        transformers.OlmoHybridConfig,
-        transformers.OlmoHybridForCausalLM,
-    ),
-    "zamba2": (hf_families.zamba2, transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
-    "nemotron_h": (hf_families.nemotron_h, transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
-    **{
-        name: (test_hf_experts.PEERS[name].draw, test_hf_experts.PEERS[name].config, test_hf_experts.PEERS[name].model)
-        for name in ("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1")
-    },
-    "nemotron_h experts": (
-        test_hf_experts.nemotron_h,
-        transformers.NemotronHConfig,
-        transformers.NemotronHForCausalLM,
-    ),
-    "falcon_h1": (test_hf_hybrids.falcon, transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
+PEERS = {
+    **{name: hf_families.PEERS[name] for name in ("llama", "qwen3", "olmo_hybrid", "zamba2", "nemotron_h")},
+    **{name: hf_families.PEERS[f"{name} experts"] for name in ("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1")},
+    **{name: hf_families.PEERS[name] for name in ("nemotron_h experts", "falcon_h1")},
 }
 REFUSED_BY_PEFT: dict[str, str] = dict.fromkeys(("nemotron_h", "nemotron_h experts", "falcon_h1"), "out_proj")
 """Its class reads their weights past the adapter in a fused kernel of GPUs; ours calls them."""
 
 
 def case_of(name: str, number: int) -> hf.Case:
-    draw, config, _ = PEERS[name]
     rng = random.Random(f"{hf.SEED} peft {name} {number}")
-    keys = draw(rng) if name in ("qwen3", "olmo_hybrid") else draw(rng, number)
+    keys = PEERS[name].draw(rng, number)
     keys |= {"router_aux_loss_coef": 0.0} if "router_aux_loss_coef" in keys else {}  # no part of the class' loss
-    return hf.Case(config(vocab_size=hf.VOCAB, **keys), 2, rng.randint(3, 24), rng.randrange(2**31))
+    return hf.Case(PEERS[name].config(vocab_size=hf.VOCAB, **keys), 2, rng.randint(3, 24), rng.randrange(2**31))
 
 
 def with_peft(name: str, case: hf.Case, number: int) -> Any:
@@ -172,7 +153,7 @@ def test_adapters_compute_as_peft_does_and_come_back_to_the_same_bits(name, numb
 
 def plain_copy(name: str, case: hf.Case) -> Any:
     untied = name == "zamba2" and hf_families.unties_shared_blocks(case.config)
-    return hf.random_peer(case, PEERS[name][2], tie_parameters if untied else None)
+    return hf.random_peer(case, PEERS[name].model, tie_parameters if untied else None)
 
 
 def tie_parameters(peer: Any) -> None:

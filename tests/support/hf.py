@@ -28,8 +28,8 @@ from llmtrain.models.layer_part import persistent_buffers
 
 SEED = int(os.environ.get("LLMTRAIN_TEST_SEED", "20261121"))
 CASES = 24
-QUICK = (0, 1, 2, 3, 4, 5, 18, 19)
-"""Of the cases, one of each length that is named, and two of random ones."""
+QUICK, FURTHER = (0, 3, 5), (1, 2, 4, 18, 19)
+"""Of the cases, a single token, a chunk and several; the other lengths that are named, and two of random ones."""
 VOCAB = 61
 TOLERANCE = 1e-4
 """Norm of the difference over norm, fp32 on both sides."""
@@ -64,15 +64,6 @@ class Case:
     seed: int
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A class of transformers. draw: a generator (and the case's number) -> arguments of its config class."""
-
-    draw: Callable[..., dict[str, Any]]
-    config: Any
-    model: Any
-
-
 def random_case(
     name: str, draw: Callable[[random.Random, int], dict[str, Any]], config_class: Any, number: int
 ) -> Case:
@@ -85,14 +76,11 @@ def random_case(
 
 
 def every_case(names: Iterable[str], numbers: Iterable[int] = range(CASES)) -> pytest.MarkDecorator:
-    """(name, number) of these cases; those that are not QUICK are slow tests."""
+    """(name, number) of these cases; those that are not QUICK are tests of the CI, or slow ones."""
+    marks = [[] if i in QUICK else [pytest.mark.ci if i in FURTHER else pytest.mark.slow] for i in range(CASES)]
     return pytest.mark.parametrize(
         ("name", "number"),
-        [
-            pytest.param(name, i, id=f"{name}-{SEED}-{i}", marks=[] if i in QUICK else [pytest.mark.slow])
-            for name in names
-            for i in numbers
-        ],
+        [pytest.param(name, i, id=f"{name}-{SEED}-{i}", marks=marks[i]) for name in names for i in numbers],
     )
 
 
@@ -119,6 +107,11 @@ def random_peer(case: Case, model_class: Any, tie: Callable[[Any], None] | None 
                 parameter.uniform_(-3.0, 1.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in peer.named_buffers():  # biases of the choice of experts
+            if name.endswith("balancing_biases"):
+                buffer[-1] = 0.0  # else no token would choose to meet no expert
+            if name.endswith(("e_score_correction_bias", "balancing_biases")):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return peer
 
 

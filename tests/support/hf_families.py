@@ -1,17 +1,15 @@
-"""Families whose classes in transformers have particulars of their own: random configs, and keys of config.json that need not come
-back equal."""
+"""Every family with its class in transformers: random configs, and keys of config.json that need not come back equal."""
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
 
 from llmtrain.models.hf.family import Family, family_of_hf_config
-from tests.support import hf
+from tests.support import hf, hf_decoders, hf_experts, hf_hybrids
 
 Options = dict[str, Any]
 
@@ -171,15 +169,16 @@ def unties_shared_blocks(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Peer:
-    """A family's class. other: further keys that need not be equal. folders: numbers of the cases that go through folders."""
+    """A family's class. name: of its cases, which begins with the model type. other: further keys that need not be equal. folders:
+    numbers of the cases that go through folders."""
 
     name: str
     draw: Callable[[random.Random, int], Options]
-    config: type[PreTrainedConfig]
+    config: Any
     model: Any
     other: frozenset[str]
     tie: Callable[[Any], None] | None = None
-    folders: tuple[int, ...] = tuple(range(6))
+    folders: tuple[int, ...] = (7,)
 
     def case(self, number: int) -> hf.Case:
         return hf.random_case(self.name, self.draw, self.config, number)
@@ -188,30 +187,55 @@ class Peer:
         return hf.random_peer(case, self.model, self.tie)
 
     @property
+    def model_type(self) -> str:
+        return self.name.partition(" ")[0]
+
+    @property
     def family(self) -> Family:
-        return family_of_hf_config({"model_type": self.name})
+        return family_of_hf_config({"model_type": self.model_type})
 
 
-def _peer(draw: Callable[[random.Random, int], Options], name: str, *other: str, **further: Any) -> Peer:
-    config, model = (getattr(transformers, f"{name}{kind}") for kind in ("Config", "ForCausalLM"))
-    return Peer(draw.__name__, draw, config, model, frozenset(other), **further)
+def _peer(
+    name: str, draw: Callable[[random.Random, int], Options], kind: str, other: Collection[str], **further: Any
+) -> Peer:
+    config, model = (getattr(transformers, one) for one in (f"{kind}Config", f"{kind}ForCausalLM".replace("Text", "")))
+    return Peer(name, draw, config, model, frozenset(other), **further)
 
 
-LLAMA = _peer(llama, "Llama", "attention_dropout", "pretraining_tp")
-MPT = _peer(mpt, "Mpt", "learned_pos_emb", "attn_config")  # attn_config: see test_attention_section
-MAMBA2 = _peer(mamba2, "Mamba2", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_floor")
+LLAMA = _peer("llama", llama, "Llama", ["attention_dropout", "pretraining_tp"], folders=range(6))
+# attn_config: see test_attention_section
+MPT = _peer("mpt", mpt, "Mpt", ["learned_pos_emb", "attn_config"], folders=range(6))
+_OF_MAMBA = ["residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_floor"]
+MAMBA2 = _peer("mamba2", mamba2, "Mamba2", _OF_MAMBA, folders=range(6))
 # Of training and of fresh weights, and what the class derives or passes over.
 NEMOTRON_H = _peer(
+    "nemotron_h",
     nemotron_h,
     "NemotronH",
-    *("attention_dropout", "time_step_limit", "time_step_max", "time_step_floor", "num_hidden_layers", "expand"),
+    ["attention_dropout", "time_step_limit", "time_step_max", "time_step_floor", "num_hidden_layers", "expand"],
     folders=(3,),
 )
 ZAMBA2 = _peer(
+    "zamba2",
     zamba2,
     "Zamba2",
-    *("attention_dropout", "num_logits_to_keep", "use_mamba_kernels", "use_mem_eff_path", "kv_channels"),
-    *("num_query_groups", "rope_theta", "rope_scaling", "time_step_floor"),
+    [
+        *("attention_dropout", "num_logits_to_keep", "use_mamba_kernels", "use_mem_eff_path", "kv_channels"),
+        *("num_query_groups", "rope_theta", "rope_scaling", "time_step_floor"),
+    ],
     tie=tie_shared_blocks,
+    folders=range(6),
 )
-PEERS = {peer.name: peer for peer in (LLAMA, MPT, MAMBA2, NEMOTRON_H, ZAMBA2)}
+EXPERTS = [_peer(f"{name} experts", draw, kind, hf_experts.OTHER) for name, (draw, kind) in hf_experts.CLASSES.items()]
+PEERS = {
+    peer.name: peer
+    for peer in (
+        *(LLAMA, MPT, MAMBA2, NEMOTRON_H, ZAMBA2),
+        *(
+            _peer(name, lambda rng, i, draw=draw: draw(rng), kind, hf_decoders.OTHER)
+            for name, (draw, kind) in hf_decoders.CLASSES.items()
+        ),
+        *(_peer(name, draw, kind, hf_hybrids.OTHER) for name, (draw, kind) in hf_hybrids.CLASSES.items()),
+        *EXPERTS,
+    )
+}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ def small(folder: Path, *sources: Path | str, seq_len: int = 32, **settings: Any
     """Shards in FOLDER/out by FOLDER/tokenizer, made in this process; nothing is held out."""
     places = {"out": str(folder / "out"), "tokenizer": str(folder / "tokenizer"), "validation_fraction": 0.0}
     return PrepareConfig(**(places | {"sources": [*map(str, sources)], "seq_len": seq_len, "workers": 1} | settings))
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the last shard's entry of a folder of shards."""
+    index = json.loads((folder / "index.json").read_text())
+    edit(index["shards"][-1])
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 def digests(out: Path) -> dict[str, str]:

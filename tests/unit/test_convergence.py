@@ -66,7 +66,7 @@ def test_a_run_that_ends_by_itself_is_named_with_its_last_lines(run, monkeypatch
 
 
 def test_a_run_ends_at_its_last_step(run, monkeypatch):
-    monkeypatch.setattr(convergence, "_parameters", lambda config: 1)
+    monkeypatch.setattr("llmtrain.flops.count.count_parameters", lambda model: SimpleNamespace(total=1))
     run.folder.mkdir()
     rows = [{"step": i + 1, convergence.LOSS: 5.0, convergence.SECONDS: 0.5} for i in range(8)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

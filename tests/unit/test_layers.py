@@ -183,6 +183,25 @@ def test_heavy_libraries_are_imported_where_they_are_needed(library):
     assert [module for module in users if not any(fnmatch(module, allowed) for allowed in HEAVY[library].split())] == []
 
 
+NOT_TRAINING = (
+    *("llmtrain.bench.*", "llmtrain.doctor.*", "llmtrain.commands.check", "llmtrain.commands.describe"),
+    *("llmtrain.plan.describe", "llmtrain.plan.report", "llmtrain.plan.scaling"),
+)
+
+
+def test_the_whole_config_is_read_in_few_files_of_training():
+    """Others take the sections that they need."""
+    found = {
+        module
+        for module in files()
+        if not any(fnmatch(module, pattern) for pattern in NOT_TRAINING)
+        for node, _ in walk(tree(module))
+        if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name)
+        if node.annotation.id == "Config"
+    }
+    assert 15 < len(found) <= 25, sorted(found)
+
+
 def test_only_train_has_composer():
     users = {module for module in files() if any(found.module.split(".")[0] == "composer" for found in imports(module))}
     assert {module for module in users if not module.startswith("llmtrain.train.")} == set()

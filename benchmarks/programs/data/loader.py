@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.arguments import Parser, natural, number, positive
-from benchmarks.harness.report import Report
+from benchmarks.harness.report import Report, metric_rows
 from llmtrain.data.loader.loaders import TrainLoader, build_train_loader
 from llmtrain.schema.data import DataConfig
 
@@ -138,9 +138,9 @@ def wait(args: argparse.Namespace, report: Report) -> None:
         finally:
             store.kill()
             store.wait()
-        rows = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().split("\n")[:-1]]
+        rows = metric_rows(Path(folder) / "run/metrics.jsonl", _WAIT)
         fetched = len(list(Path(folder, "cache").glob("*.mds")))
-    steps = [(row["throughput/step_seconds"], row["throughput/data_wait_seconds"]) for row in rows if _WAIT in row]
+    steps = [(row["throughput/step_seconds"], row["throughput/data_wait_seconds"]) for row in rows]
     median, waits = statistics.median(step for step, _ in steps), [found for _, found in steps]
     report.add(
         f"waiting for data, {Path(args.config).stem}",

@@ -14,7 +14,6 @@ only llmtrain is measured. --out is rewritten after every task of the harness.
 """
 
 import importlib.util
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.eval_peer import PeerMeasured, instances, load_peer, measure_peer
-from benchmarks.harness.models import clock, published_tensors, random_model
+from benchmarks.harness.models import clock, export_random
 from benchmarks.harness.plan_work import work
 from benchmarks.harness.report import Report, Row, device_name
 from llmtrain.bench.machine import OPTIONAL
@@ -40,8 +38,6 @@ from llmtrain.eval.scoring.load import find_model, find_tokenizer, load_scorer
 from llmtrain.eval.scoring.overlap import Prefetcher, Steps, no_host_work, run_steps
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.eval.task import Documents
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import family_for_model
 from llmtrain.schema.load import load_config
 
 TASKS = ("arc_challenge", "arc_easy", "boolq", "piqa", "winograd", "winogrande", "arc_challenge:5")
@@ -101,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [(load_task(name, "lm-eval", args.data_dir), int(shots or 0)) for name, _, shots in named]
     documents = {task.name: task.documents(args.limit) for task, _ in chosen}
     with frozen_gc(), tempfile.TemporaryDirectory() as folder:
-        export_random(config.model, _tokenizer(documents.values(), args.vocab), Path(folder))
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        export_random(config.model, Path(folder), dtype, _tokenizer(documents.values(), args.vocab))
         found = find_model(folder)
         tokenizer = find_tokenizer(found)
         sizes: dict[str, Any] = {"max_length": config.model.max_seq_len, "max_batch_tokens": args.max_batch_tokens}
@@ -147,19 +144,6 @@ def _tokenizer(documents: Iterable[Documents], vocab: int | None) -> TextTokeniz
     if vocab is None and made.vocab_size < _VOCAB:
         print(f"a tokenizer of {made.vocab_size:,} tokens: the tasks' text yields no more")
     return made
-
-
-def export_random(config: ModelConfig, tokenizer: TextTokenizer, folder: Path) -> None:
-    """Write a folder in Hugging Face format with weights as at the start of training."""
-    model = random_model(config, torch.float32)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    family = family_for_model(config)
-    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in published_tensors(model).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
-    content = family.write_config(config) | {"dtype": str(dtype).removeprefix("torch.")} | ids
-    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    tokenizer.save(folder)
 
 
 def _requests(

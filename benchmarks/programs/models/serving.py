@@ -17,7 +17,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness.arguments import Parser, number, positive
-from benchmarks.harness.models import random_model
+from benchmarks.harness.models import export_random
 from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import rounded
-from benchmarks.programs.models.conversion import make_checkpoint
-from llmtrain.convert.export import export
 from llmtrain.errors import RunError
-from llmtrain.models.config import ModelConfig
 from llmtrain.schema.load import load_config
 
 # Both programs take a file with a job, and print a line of JSON for each batch: seconds for one new token and for all, and tokens.
@@ -154,19 +150,9 @@ def folder_of(model: Path, args: argparse.Namespace) -> Path:
     if model.is_dir():
         return model.resolve()
     made = args.out / f"{model.stem}-exported"
+    made.mkdir(exist_ok=True)
     export_random(load_config(str(model), args.set).model, made, getattr(torch, args.dtype))
     return made.resolve()
-
-
-def export_random(config: ModelConfig, out: Path, dtype: torch.dtype) -> None:
-    """Export a model with weights as at the start of training."""
-    model = random_model(config, torch.float32).cpu()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the programs need it
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        checkpoint = Path(folder) / "checkpoint"
-        make_checkpoint(checkpoint, config, lambda weight, _: model.get_parameter(weight.ours).detach())
-        export(checkpoint, out, dtype=dtype)
 
 
 class Program:

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.pictures import picture
-from benchmarks.harness.report import device_name, rounded
+from benchmarks.harness.report import device_name, metric_rows, rounded
 from llmtrain.errors import RunError
 from llmtrain.schema.load import load_config
 
@@ -159,10 +159,7 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """Metrics of its training steps so far."""
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
-        rows = list(map(json.loads, lines))
-        return [row for row in rows if LOSS in row and SECONDS in row]
+        return metric_rows(self.folder / "metrics.jsonl", LOSS, SECONDS)
 
     def go_on(self) -> None:
         """Continue after `_compile`, from the beginning if it has ended."""
@@ -193,8 +190,12 @@ class Run:
 
     def result(self, steps: int = sys.maxsize) -> dict[str, Any]:
         """The curve to this step, after training."""
-        rows = [row for row in self.rows() if row["step"] <= steps]
-        return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": _parameters(self.config)}
+        from llmtrain.adapt.base import meta_model
+        from llmtrain.flops.count import count_parameters
+
+        rows, parameters = self.rows(), count_parameters(meta_model(self.config.model)).total
+        rows = [row for row in rows if row["step"] <= steps]
+        return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": parameters}
 
 
 def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:
@@ -241,16 +242,6 @@ def _compile(runs: Sequence[Run]) -> None:
                 waiting.remove(run)
                 print(f"{run.name}: {'ended' if run.ended() else 'compiled'}", flush=True)
         time.sleep(0.05)
-
-
-def _parameters(config: Any) -> int:
-    import torch
-
-    from llmtrain.kernels import platform
-    from llmtrain.models.hybrid import HybridLM
-
-    with torch.device("meta"):
-        return sum(p.numel() for p in HybridLM(config.model, platform=platform.cpu()).parameters())
 
 
 def _smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:

@@ -1,11 +1,10 @@
 """A long run: speed, memory of the GPUs and of each process over its time, and how much they have drifted.
 
     python -m benchmarks long_run FILE [a.b=c …] --out FOLDER [--minutes 20] [--nproc 2] [--every 15]
-    python -m benchmarks long_run --picture FOLDER        # again, of what is there
 
 FILE is trained by `llmtrain train` into FOLDER/run. So many minutes after its second step it is asked to save and end (SIGTERM),
 unless its duration has ended it before. FOLDER gets steps.csv (metrics of each step, and when it was written),
-gpus.csv (nvidia-smi) and processes.csv (resident memory), both every `--every` seconds, and, rewritten each minute,
+gpus.csv (nvidia-smi) and processes.csv (resident memory), both every `--every` seconds, and at the end
 long-run.png and long-run.json. The exit status is that of a run that ended too early, or 0.
 """
 
@@ -27,6 +26,7 @@ from typing import Any
 
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.pictures import picture
+from benchmarks.harness.report import metric_rows
 from llmtrain.errors import Preempted
 from llmtrain.schema.load import load_config
 
@@ -50,19 +50,12 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__name__, __doc__)
-    parser.add_argument("file", nargs="?")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--out", type=Path)
+    parser = Parser(__name__, __doc__, config=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=number, default=20)
     parser.add_argument("--nproc", type=positive, default=2)
     parser.add_argument("--every", type=number, default=15, help="seconds between two looks at GPUs and processes")
-    parser.add_argument("--picture", type=Path, metavar="FOLDER")
     args = parser.parse(argv)
-    if args.picture is not None:
-        return report(args.picture)
-    if args.file is None or args.out is None:
-        parser.error("FILE and --out are needed")
     settings = [args.file, *args.overrides, f"run_dir={args.out / 'run'}"]
     tokens = load_config(args.file, args.overrides).tokens_per_step
     args.out.mkdir(parents=True, exist_ok=True)
@@ -83,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) -> bool:
     """Write what there is to see until the process has ended. Returns whether it was asked to, `seconds` after its second step."""
     began, first, asked = time.monotonic(), None, False
-    seen, looked, drawn, drawing = 0, -every, 60.0, None
+    seen, looked = 0, -every
     with Sheets(out) as sheets:
         while process.poll() is None:
             now = time.monotonic() - began
-            rows = measured(out / "run" / "metrics.jsonl")
+            rows = metric_rows(out / "run" / "metrics.jsonl", STEP)
             for row in rows[seen:]:
                 first = now if first is None else first
                 sheets.steps.writerow([f"{now:.1f}", row["step"], *(row.get(name, "") for name in METRICS.values())])
@@ -95,30 +88,11 @@ def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) ->
             if now - looked >= every:
                 looked = now
                 look(sheets, process.pid, now)
-            if now - drawn >= 60:
-                drawn = now
-                drawing = drawing_of(out, drawing)
             if first is not None and now - first >= seconds and not asked:
                 asked = True
                 process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
     return asked
-
-
-def drawing_of(out: Path, before: subprocess.Popen | None) -> subprocess.Popen:
-    """A process that draws what there is, while this one watches; the one before is at its end."""
-    if before is not None:
-        before.wait()
-    command = [sys.executable, "-m", "benchmarks", "long_run", "--picture", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def measured(metrics: Path) -> list[Row]:
-    """Complete lines of steps that have a duration."""
-    if not metrics.is_file():
-        return []
-    *lines, _ = metrics.read_text(encoding="utf-8").split("\n")  # what follows the last line break is not complete
-    return [row for row in map(json.loads, lines) if STEP in row]
 
 
 class Sheets(contextlib.ExitStack):

@@ -12,7 +12,6 @@ end.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,17 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(config: Config, kind: str) -> dict[str, float]:
     import torch
 
+    from benchmarks.harness.models import clock
+
     torch.manual_seed(config.seed)
     step = (ours if kind.startswith("ours") else peers)(config, kind.endswith("nf4"))
     cuda, seconds = torch.cuda.is_available(), []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARMUP + STEPS):
-        began = time.perf_counter()
+        began = clock()
         step()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     found = statistics.median(seconds[WARMUP:])
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
     return {"step_ms": 1e3 * found, "tokens_per_s": config.tokens_per_step / found, "peak_gb": peak}

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.arguments import Parser, natural, number, positive
+from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.report import Report
 from benchmarks.harness.turns import ROOT, Program, bench_train, take_turns
 
 STEPS = "torch,llmtrain.models.causal_lm,llmtrain.train.parallel,llmtrain.train.optim,llmtrain.train.composer_model"
+TOKENS = 32_768
+"""Of a sequence that GPUs share, for each of them."""
 PLAIN = "train.activation_checkpointing={type: none}"
 
 
@@ -33,19 +35,16 @@ class Host:
     gpus: int
     torchtitan: str | None = None
     settings: Sequence[str] = ()
-    steps: Sequence[int] = (1, 3)
-    tokens: int = 32_768
-    microbatch_7b: int = 4
     timed: int | None = None
     llama_microbatches: int = 1
 
     def trained(
         self, model: str, gpus: int, microbatch: int, microbatches: int, *settings: str,
-        precision: str = "bf16", steps: Sequence[int] | None = None,
+        precision: str = "bf16", steps: Sequence[int] = (1, 3),
     ) -> Program:  # fmt: skip
         """`llmtrain bench train` of one case, with so many microbatches a step on each GPU."""
         gpus = min(gpus, self.gpus)
-        warmup, timed = steps or self.steps
+        warmup, timed = steps
         batch = [f"train.global_batch_size={gpus * microbatch * microbatches}", f"train.microbatch_size={microbatch}"]
         sweep = {"models": [f"yamls/{model}.yaml"], "gpus": [gpus], "precisions": [precision], "warmup": warmup}
         sweep |= {"steps": self.timed or timed, "settings": [*batch, *settings, *self.settings]}
@@ -64,11 +63,9 @@ class Host:
 
 def mpt_7b(host: Host, gpus: int, precision: str = "bf16") -> Program:
     """The same global batch on any number of GPUs: 32 sequences for each of all."""
-    microbatches = 32 * host.gpus // gpus // host.microbatch_7b
-    steps = (1, 2) if gpus < host.gpus else None  # long ones
-    return host.trained(
-        "pretrain/mpt-7b", gpus, host.microbatch_7b, microbatches, PLAIN, precision=precision, steps=steps
-    )
+    microbatches = 32 * host.gpus // gpus // 4
+    steps = (1, 2) if gpus < host.gpus else (1, 3)  # long ones
+    return host.trained("pretrain/mpt-7b", gpus, 4, microbatches, PLAIN, precision=precision, steps=steps)
 
 
 def mpt_1b(host: Host, gpus: int) -> Program:
@@ -94,14 +91,13 @@ def llama(host: Host, precision: str) -> list[Program]:
 
 def context(host: Host) -> list[Program]:
     """Sequences that all GPUs share: as many tokens as on eight, and as many for each GPU."""
-    tokens = host.tokens
     return [
         host.parallel(
-            "pretrain/llama3-8b", tokens * 4, 2, "selective" if host.gpus >= 8 else "kernels"
+            "pretrain/llama3-8b", TOKENS * 4, 2, "selective" if host.gpus >= 8 else "kernels"
         ),  # 131 GiB on four
-        host.parallel("pretrain/zamba2-2.7b", tokens * host.gpus, 2, "kernels"),
-        host.parallel("pretrain/zamba2-2.7b", tokens * 8, 1, "kernels"),
-        host.parallel("pretrain/llama3-8b", tokens // 2 * host.gpus, 2, "selective"),
+        host.parallel("pretrain/zamba2-2.7b", TOKENS * host.gpus, 2, "kernels"),
+        host.parallel("pretrain/zamba2-2.7b", TOKENS * 8, 1, "kernels"),
+        host.parallel("pretrain/llama3-8b", TOKENS // 2 * host.gpus, 2, "selective"),
     ]
 
 
@@ -137,11 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=positive, required=True)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=number, default=540)
-    parser.add_argument("--steps", type=natural, nargs=2, default=(1, 3), metavar="N", help="warmup and timed ones")
     parser.add_argument("--timed", type=positive, help="timed steps, torchtitan's too, if not each part's own")
     parser.add_argument("--llama-microbatches", type=positive, default=1, help="a step, beside torchtitan")
-    parser.add_argument("--tokens", type=positive, default=32_768, help="of Zamba2's shared sequence, for each GPU")
-    parser.add_argument("--microbatch-7b", type=positive, default=4, help="of MPT-7B; 4 for 141 GB")
     parser.add_argument("--torchtitan", metavar="PYTHON")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="settings")
     args = parser.parse(argv)

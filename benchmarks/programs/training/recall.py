@@ -5,8 +5,7 @@ more among noise, behind which the model shall give its value.
         [--backend auto]
 
 Two layers of each mixer, with an MLP, are trained for --steps (or --seconds, if these are over sooner) on the lengths in turn, an
-eighth of each as many pairs, then asked at these and at twice the longest. FOLDER gets recall.json, rewritten after each model, and
-recall.png.
+eighth of each as many pairs, then asked at these and at twice the longest. FOLDER gets recall.json, rewritten after each model.
 """
 
 import json
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import Parser, number, positive
-from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import device_name, rounded
 
 WIDTH, WORDS = 128, 512
@@ -54,12 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "recall.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
         print(f"{name}: {found[name]}", flush=True)
-        with picture(args.out / "recall.png", 1, 1, size=(6, 3.6)) as axes:
-            for one, result in found.items():
-                axes.plot(list(map(int, result["accuracy"])), list(result["accuracy"].values()), marker="o", label=one)
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="tokens", ylabel="share of values recalled", ylim=(-0.02, 1.02))
-            axes.legend(fontsize=7)
     return 0
 
 

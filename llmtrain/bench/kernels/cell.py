@@ -37,6 +37,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
     ),
     "gated_delta": (Bar("fla", "sum", 1.0),),
     "kimi_delta": (Bar("fla", "sum", 1.2),),
+    "mamba3": (Bar("mamba_ssm", "sum", 1.2),),
     "mamba_mixer": (Bar("public", "sum", 2.0), Bar("public", "memory", 1.0)),
 }
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,14 @@ def _scans(one: Operation, shape: Shape, chunks: tuple[int, ...]) -> list[Conten
     return found
 
 
+def _mamba3(one: Operation, shape: Shape, _: tuple[int, ...]) -> list[Contender]:
+    """The authors' kernels, which are written for chunks of 64."""
+    name = "mamba_ssm.ops.triton.mamba3"
+    if importlib.util.find_spec("mamba_ssm") is None or importlib.util.find_spec(name) is None:
+        return []
+    return [Contender("mamba_ssm", mamba3_siso, True, _warmed(one, shape, mamba3_siso))]
+
+
 def _delta_rules(one: Operation, shape: Shape, _: tuple[int, ...]) -> list[Contender]:
     if importlib.util.find_spec("fla") is None:
         return []
@@ -152,6 +161,7 @@ _PEERS: dict[str, tuple[str | None, Callable[[Any, Shape, tuple[int, ...]], list
     "gated_delta": ("fla", _delta_rules),
     "kimi_delta": ("fla", _delta_rules),
     "mamba_mixer": (None, _mixers),
+    "mamba3": (None, _mamba3),
 }
 """By operation, the backend that they stand for, and the contenders beside those of the registry."""
 
@@ -164,6 +174,29 @@ def mamba_scan(chunk: int) -> Callable[..., Tensor]:
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
         return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+
+    return run
+
+
+def mamba3_siso() -> Callable[..., Tensor]:
+    """mamba_ssm's scan of Mamba-3, which times its variants on its first call. It has heads before tokens in what is per token and
+    head, and takes weights and angles before their sigmoid and tanh."""
+    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined  # type: ignore[import-not-found]
+
+    hasten()
+
+    @torch.compile(dynamic=False)
+    def before(log_decay: Tensor, dt: Tensor, later: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
+        gates = (t.mT.contiguous() for t in (log_decay, dt, later.logit()))
+        return *gates, (rate / math.pi).atanh()
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor,
+        k_bias: Tensor, D: Tensor,
+    ) -> Tensor:  # fmt: skip
+        *gates, angles = before(log_decay, dt, later, rate)
+        angles = angles[:, :, None].expand(-1, -1, v.shape[2], -1)
+        return mamba3_siso_combined(q, k, v, *gates, q_bias, k_bias, angles, D=D, chunk_size=64)
 
     return run
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import PartitionDocuments, Sources, place_of, read_documents, read_sources
-from llmtrain.data.shards.best_fit import Layout
 from llmtrain.data.shards.index import Index
 
 
@@ -76,23 +75,7 @@ class SampleDocuments:
         return list(self._between(partition, documents, row * self._seq_len, (row + 1) * self._seq_len))
 
     def _between(self, partition: str, documents: PartitionDocuments, begin: int, end: int) -> Iterator[SourceDocument]:
-        if layout := documents.layouts.get(self._split):
-            yield from self._laid_out(partition, documents, layout, begin, end)
-            return
-        table = documents.tables[self._split]
-        first = int(np.searchsorted(table.ends, begin, side="right"))
-        for number in range(first, len(table.ends)):
-            stop = int(table.ends[number])
-            start = stop - int(table.tokens[number])
-            if start >= end:
-                return
-            yield self._document(
-                partition, documents, number, max(start, begin) - begin, min(stop, end) - begin, start >= begin
-            )
-
-    def _laid_out(
-        self, partition: str, documents: PartitionDocuments, layout: Layout, begin: int, end: int
-    ) -> Iterator[SourceDocument]:
+        layout = documents.layout(self._split)
         for part in range(int(np.searchsorted(layout.ends, begin, side="right")), len(layout.ends)):
             stop = int(layout.ends[part])
             start = stop - int(layout.tokens[part])
@@ -100,8 +83,9 @@ class SampleDocuments:
                 return
             number = int(layout.documents[part])
             if number >= 0:
+                first = start >= begin and layout.begins[part] == 0
                 yield self._document(
-                    partition, documents, number, start - begin, stop - begin, layout.begins[part] == 0
+                    partition, documents, number, max(start, begin) - begin, min(stop, end) - begin, first
                 )
 
     def _document(

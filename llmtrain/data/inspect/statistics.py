@@ -4,7 +4,7 @@ Shards are read one after the other. Memory: one shard, one partition's document
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from llmtrain.data.partitions.merge import RESTS
 from llmtrain.data.partitions.prepared_folder import REPORTS
 from llmtrain.data.partitions.provenance import DocumentTable, PartitionDocuments, Sources, read_documents, read_sources
-from llmtrain.data.shards.best_fit import Layout
 from llmtrain.data.shards.packing import document_ends
 from llmtrain.data.shards.stored_stream import StoredStream
 from llmtrain.data.tokenize.end_of_document import DocumentEnds
@@ -193,15 +192,12 @@ def _by_source(stream: StoredStream, sources: Sources, advance: Callable[[int], 
                 found[source].text_bytes = (found[source].text_bytes or 0) + part.text_bytes[stream.split]
             if not long.takes(found, documents, of_slice, table):
                 _count_documents(found, of_slice, table)
-        if layout := documents.layouts.get(stream.split):
-            _count_laid_out(stream, found, shards[partition], np.array(of_slice)[table.slices], layout)
-            advance(sum(stream.index.shards[number]["samples"] for number in shards[partition]))
-            continue
-        ends, done = np.cumsum(np.bincount(table.slices, table.tokens, len(of_slice)).astype(np.int64)), 0
+        of_document, layout = np.array(of_slice, np.int32)[table.slices], documents.layout(stream.split)
+        of_token = np.repeat(np.append(of_document, np.int32(-1))[layout.documents], layout.tokens)
+        done = 0
         for number in shards[partition]:
             tokens = stream.tokens(number).ravel()
-            for source, part in _divided(tokens, done, ends, of_slice):
-                found[source].count(part)
+            _count_tokens(found, tokens, of_token[done : done + len(tokens)])
             done += len(tokens)
             advance(stream.index.shards[number]["samples"])
     long.end(found)
@@ -214,22 +210,11 @@ def _count_documents(found: list[SourceStatistics], of_slice: list[int], table: 
         found[source].add_documents(table.tokens[of_document == source])
 
 
-def _count_laid_out(
-    stream: StoredStream,
-    found: list[SourceStatistics],
-    shards: list[int],
-    of_document: NDArray[np.int64],
-    layout: Layout,
-) -> None:
-    """Count the tokens of a partition's shards, without padding. of_document: the source of each document."""
-    of_part = np.where(layout.documents >= 0, np.append(of_document, 0)[layout.documents], -1)
-    of_token, done = np.repeat(of_part.astype(np.int16), layout.tokens), 0
-    for number in shards:
-        tokens = stream.tokens(number).ravel()
-        here = of_token[done : done + len(tokens)]
-        for source in np.unique(here[here >= 0]):
-            found[source].count(tokens[here == source])
-        done += len(tokens)
+def _count_tokens(found: list[SourceStatistics], tokens: NDArray, sources: NDArray[np.int32]) -> None:
+    """Count the tokens of a shard by their sources; -1 stands for padding."""
+    for source in np.unique(sources[np.flatnonzero(np.diff(sources, prepend=-1))]):
+        if source >= 0:
+            found[source].count(tokens[sources == source])
 
 
 class _LongDocument:
@@ -255,15 +240,3 @@ class _LongDocument:
         if self._tokens:
             found[self._source].add_documents(np.array([self._tokens]))
             self._tokens = 0
-
-
-def _divided(tokens: NDArray, done: int, ends: NDArray[np.int64], of_slice: list[int]) -> Iterator[tuple[int, NDArray]]:
-    """(source, its tokens) of a part of a partition's tokens, before which are `done`; ends: of the slices."""
-    at, number = 0, int(np.searchsorted(ends, done, side="right"))
-    while at < len(tokens):
-        last = number
-        while last + 1 < len(of_slice) and of_slice[last + 1] == of_slice[number]:
-            last += 1
-        stop = min(int(ends[last]) - done, len(tokens)) if last + 1 < len(ends) else len(tokens)
-        yield of_slice[number], tokens[at:stop]
-        at, number = stop, last + 1

@@ -119,7 +119,6 @@ class FolderMaker:
         with ByteBar(progress, self.total * (1 + config.dedup)) as bar:
             bar.stage("tokenizer")
             tokenizer = self._tokenizer(inputs)
-            self._marks(tokenizer)
             bar.stage("shards")
             tasks = self._tasks(self._partitions(tokenizer))
             if config.dedup:
@@ -187,9 +186,8 @@ class FolderMaker:
         made_from = self.folder / REPORTS / "tokenizer"
         trained = self.config.vocab_size and made_from.is_file() and read_text(made_from) == fingerprint(inputs)
         given = self.folder / "tokenizer" if trained else self.config.tokenizer
-        tokenizer = (
-            load_tokenizer(given) if given else train_tokenizer([(self.config, self.files)])
-        )  # before anything is written
+        tokenizer = load_tokenizer(given) if given else train_tokenizer([(self.config, self.files)])
+        self._marks(tokenizer)  # what it refuses is refused before anything is written
         make_marked(self.folder)
         for name in (*SPLITS, REPORTS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

@@ -57,21 +57,21 @@ class DocumentTable:
     tokens: NDArray[np.int64]
 
     @functools.cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """Tokens up to the end of each document."""
-        return np.cumsum(self.tokens)
+    def concatenated(self) -> Layout:
+        """The layout of its documents one after another."""
+        return Layout(np.arange(len(self.tokens)), np.zeros_like(self.tokens), self.tokens)
 
     def __getitem__(self, part: slice) -> DocumentTable:
         return DocumentTable(self.slices[part], self.records[part], self.tokens[part])
 
     def tail(self, tokens: int) -> DocumentTable:
         """The documents of the last so many tokens; the first one may be cut."""
-        begin = int(self.tokens.sum()) - tokens
-        first = int(np.searchsorted(self.ends, begin, side="right"))
+        begin, ends = int(self.tokens.sum()) - tokens, self.concatenated.ends
+        first = int(np.searchsorted(ends, begin, side="right"))
         found = self[first:]
         counts = found.tokens.copy()
         if len(counts):
-            counts[0] = self.ends[first] - begin
+            counts[0] = ends[first] - begin
         return DocumentTable(found.slices, found.records, counts)
 
 
@@ -82,6 +82,10 @@ class PartitionDocuments:
     slices: list[SourceSlice]
     tables: dict[str, DocumentTable]
     layouts: dict[str, Layout] = field(default_factory=dict)
+
+    def layout(self, split: str) -> Layout:
+        """Layout of the documents in the samples of a split; a document may go on in further samples."""
+        return self.layouts.get(split) or self.tables[split].concatenated
 
 
 def documents_path(reports: Path, id: str) -> Path:

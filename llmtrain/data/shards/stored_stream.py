@@ -63,13 +63,9 @@ class StoredStream:
         return functools.lru_cache(maxsize=2)(self._decoded)
 
     def _decoded(self, shard: int) -> NDArray:
-        entry = self.index.shards[shard]
-        raw = self.content(shard)
         if fault := self.index.token_fault():
             raise ShardError(f"{self.places[0]}/index.json: {fault}")
-        if damage := verify_shard(io.BytesIO(raw), entry, self.index.hash_algorithm):
-            raise ShardError(f"the shard {entry['raw_data']['basename']} of {self.places[0]} is damaged: {damage}")
-        return decode_tokens(raw, entry)
+        return decode_tokens(self.verified(shard), self.index.shards[shard])
 
     def flags(self, shard: int) -> NDArray[np.uint8] | None:
         """Flags of the tokens of a shard of conversations (packing.py), [samples, seq_len]; None for one of texts."""
@@ -101,6 +97,13 @@ class StoredStream:
                 if found is not None:
                     return found if part is entry["raw_data"] else unpack(found, entry["compression"])
         raise ShardError(f"the shard {entry['raw_data']['basename']} is not in {' or '.join(self.places)}")
+
+    def verified(self, shard: int) -> bytes:
+        """The unpacked bytes of a shard. Raises ShardError where no place has it, and for one that is not as the index says."""
+        raw, entry = self.content(shard), self.index.shards[shard]
+        if damage := verify_shard(io.BytesIO(raw), entry, self.index.hash_algorithm):
+            raise ShardError(f"the shard {entry['raw_data']['basename']} of {self.places[0]} is damaged: {damage}")
+        return raw
 
     def documents(self, seq_len: int) -> SampleDocuments:
         """The documents of its samples, of a folder that `prepare` wrote."""

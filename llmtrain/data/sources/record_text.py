@@ -48,15 +48,20 @@ def parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
     """Return (text, error) of a line of JSON; one of the two is empty."""
     try:
         record = _decoded(line)
-    except UnicodeDecodeError as error:
-        return "", f"not UTF-8: {error.reason} at byte {error.start} of the line"
-    except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-    except RecursionError:
-        return "", "not JSON that is read here: nested too deeply"
-    except ValueError as error:  # an integer of thousands of digits
-        return "", f"not JSON that is read here: {str(error).partition('; use sys.')[0]}"
+    except (ValueError, RecursionError) as error:
+        return "", line_fault(error)
     return extract_text(record, text_key)
+
+
+def line_fault(error: ValueError | RecursionError) -> str:
+    """The reason why a line could not be decoded as JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason} at byte {error.start} of the line"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    # A ValueError besides is an integer of thousands of digits.
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("; use sys.")[0]
+    return f"not JSON that is read here: {reason}"
 
 
 def _decoded(line: bytes) -> Any:

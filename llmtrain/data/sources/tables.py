@@ -10,10 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from llmtrain.data.sources.formats import NoSuchColumn, delimiter, plain_name
 from llmtrain.data.sources.record_text import RecordKey
+from llmtrain.errors import first_line
 
 
 class Fault(str):
@@ -69,18 +71,13 @@ def _arrow(stream: BinaryIO, begin: int, end: int, text_key: str, name: str) -> 
                 row += 1
 
 
-class _damage:
+@contextmanager
+def _damage(pa: Any) -> Iterator[None]:
     """Arrow's errors as OSError, which stands for a file that cannot be read."""
-
-    def __init__(self, pa: Any) -> None:
-        self._error = pa.ArrowException
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, self._error):
-            raise OSError(str(error).partition("\n")[0]) from error
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise OSError(first_line(error)) from error
 
 
 def _column(schema: Any, text_key: str) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,14 +129,24 @@ def compare(a: Side, b: Side, *, tasks: Sequence[str] | None = None, examples: i
     metrics = {(one.task, one.shots): one.metrics for one in compared}
     name, gauntlet, note = gauntlet_differences(a, b, metrics)
     groups, falling, group_notes = group_differences(a, b, metrics)
+
+    def of_tasks(differing: Callable[[Side, Side, Key], Iterator[str]]) -> list[str]:
+        """Notes, each with the tasks that it is on."""
+        titles: dict[str, list[str]] = {}
+        for key in keys:
+            for note in differing(a, b, key):
+                titles.setdefault(note, []).append(title_of(key))
+        return [f"{note} ({', '.join(some)})." for note, some in titles.items()]
+
     notes = [
-        *_differing_prompts(a, b, keys),
-        *_differing_tasks(a, b, keys),
+        *of_tasks(_differing_prompts),
+        *of_tasks(_differing_tasks),
         *_only(a, b, keys, tasks),
         *_failed(a, b, tasks),
         *([note] if note else []),
         *group_notes,
-        *_differing_settings(a, b, keys),
+        *(f"{note}." for note in _differing(a.settings, b.settings, _NO_MATTER)),
+        *of_tasks(_differing_rows),
     ]
     notes += [
         f"{one.title}: {metric} is not compared: {reason}."
@@ -193,47 +203,33 @@ def _failed(a: Side, b: Side, tasks: Sequence[str] | None) -> list[str]:
     ]
 
 
-def _differing_prompts(a: Side, b: Side, keys: Sequence[Key]) -> list[str]:
-    """Notes on tasks that ask in another chat template or system instruction, wherever its file was. Models that were tuned with
+def _differing_prompts(a: Side, b: Side, key: Key) -> Iterator[str]:
+    """Note on a task that asks in another chat template or system instruction, wherever its file was. Models that were tuned with
     different templates can only be compared like this, so that it is no error."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for key in keys:
-        styles = [side.rows[key].get("style") or {} for side in (a, b)]
-        same = [{name: value for name, value in style.items() if name != "chat_template"} for style in styles]
-        if same[0] != same[1]:
-            found.setdefault((style_text(styles[0]), style_text(styles[1])), []).append(title_of(key))
-    return [
-        f"The prompts differ, and so the models are compared together with their prompts: {one} in A, {other} in B "
-        f"({', '.join(titles)})."
-        for (one, other), titles in found.items()
-    ]
+    styles = [side.rows[key].get("style") or {} for side in (a, b)]
+    same = [{name: value for name, value in style.items() if name != "chat_template"} for style in styles]
+    if same[0] != same[1]:
+        one, other = map(style_text, styles)
+        yield f"The prompts differ, and so the models are compared together with their prompts: {one} in A, {other} in B"
 
 
-def _differing_tasks(a: Side, b: Side, keys: Sequence[Key]) -> list[str]:
-    """Notes on tasks whose files were not the same, in what documents do not show: a preamble, a delimiter, a filter."""
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        one, other = (side.rows[key].get("task_settings") or {} for side in (a, b))
-        for name in sorted(one.keys() & other.keys()):  # an older llmtrain may have fewer, or none
-            if one[name] != other[name]:
-                values = [excerpt(json.dumps(some[name], ensure_ascii=False), 80) for some in (one, other)]
-                found.setdefault(f"{name} is {values[0]} in A, {values[1]} in B", []).append(title_of(key))
-    return [f"The task itself differs: {what} ({', '.join(titles)})." for what, titles in found.items()]
+def _differing_tasks(a: Side, b: Side, key: Key) -> Iterator[str]:
+    """Notes on a task whose file was not the same, in what documents do not show: a preamble, a delimiter, a filter."""
+    one, other = (side.rows[key].get("task_settings") or {} for side in (a, b))
+    for name in sorted(one.keys() & other.keys()):  # an older llmtrain may have fewer, or none
+        if one[name] != other[name]:
+            values = [excerpt(json.dumps(some[name], ensure_ascii=False), 80) for some in (one, other)]
+            yield f"The task itself differs: {name} is {values[0]} in A, {values[1]} in B"
 
 
-def _differing_settings(a: Side, b: Side, keys: Sequence[Key]) -> list[str]:
-    notes = [
-        f"{name}: {a.settings.get(name)} in A, {b.settings.get(name)} in B."
-        for name in sorted((a.settings.keys() | b.settings.keys()) - _NO_MATTER)
-        if a.settings.get(name) != b.settings.get(name)
-    ]
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        one, other = a.rows[key], b.rows[key]
-        for name in sorted((one.keys() | other.keys()) - _OF_ROWS):
-            if one.get(name) != other.get(name):
-                found.setdefault(f"{name}: {one.get(name)} in A, {other.get(name)} in B", []).append(title_of(key))
-    return notes + [f"{what} ({', '.join(titles)})." for what, titles in found.items()]
+def _differing_rows(a: Side, b: Side, key: Key) -> Iterator[str]:
+    return _differing(a.rows[key], b.rows[key], _OF_ROWS)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], besides: set[str]) -> Iterator[str]:
+    for name in sorted((one.keys() | other.keys()) - besides):
+        if one.get(name) != other.get(name):
+            yield f"{name}: {one.get(name)} in A, {other.get(name)} in B"
 
 
 def _compare_task(a: Side, b: Side, key: Key, examples: int) -> TaskComparison:

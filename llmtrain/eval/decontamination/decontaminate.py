@@ -142,7 +142,7 @@ def decontaminate(
 def mds_samples(folder: str | Path, tokenizer: TextTokenizer) -> Iterator[Sample]:
     """All samples of a folder of MDS shards, of tokens (llmtrain's) or of text."""
     path = Path(folder).expanduser()
-    total = open_mds(path).samples
+    total = open_mds(path).index.samples
     for done, (shard, row, columns) in enumerate(read_mds(path), 1):
         name = next((name for name in (*TOKEN_COLUMNS, "text") if name in columns), None)
         if name is None:

@@ -18,6 +18,7 @@ from llmtrain.eval.prepare import read_documents
 from llmtrain.eval.report.files import write_text
 from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run, task_runs
+from llmtrain.eval.tasks.sources import open_mds
 from llmtrain.logs import log
 from llmtrain.tables import markdown_table
 
@@ -74,13 +75,10 @@ def _source(path: Path) -> tuple[Path, bool]:
     if not path.exists():
         raise EvalError(f"{path}: no such file or folder")
     folder = path / "train" if (path / "train" / "index.json").is_file() else path
-    if (folder / "index.json").is_file():
-        return folder, True
-    if path.is_dir() and (any(path.glob("*.mds*")) or any(path.glob("*/index.json"))):
-        splits = [str(found.parent) for found in sorted(path.glob("*/index.json"))]
-        hint = f"; did you mean {' '.join(splits)}?" if splits else ", so its shards cannot be read"
-        raise EvalError(f"{path} holds no index.json of MDS shards{hint}")
-    return path, False
+    is_shards = any(any(folder.glob(pattern)) for pattern in ("index.json", "*.mds*", "*/index.json"))
+    if is_shards:
+        open_mds(folder)  # it has an index
+    return folder, is_shards
 
 
 def _tokenizer(name: str | None, sources: Sequence[tuple[Path, bool]]) -> TextTokenizer:

@@ -4,6 +4,7 @@ Values are those that lm-evaluation-harness reads: YAML 1.1, in which `no` is fa
 house's (config/yaml_text.py).
 """
 
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ import yaml
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import type_name
-from llmtrain.config.yaml_text import MAX_DEPTH, MAX_TEXT, MAX_VALUES, syntax
+from llmtrain.config.yaml_text import MAX_DEPTH, MAX_TEXT, MAX_VALUES, children, syntax
 from llmtrain.eval.errors import EvalError
 
 
@@ -33,15 +34,48 @@ class Function:
 
 
 def read_task_file(path: str | Path) -> dict[str, Any]:
-    """Settings of a file; those of its `include` files, in their order, come first, and its own replace them.
-
-    Raises EvalError with file and line for text that is no YAML mapping, and for includes that are missing or circular.
-    """
-    return _read(Path(path).expanduser().absolute(), ())
+    """`TaskFiles.read` of one file."""
+    return TaskFiles().read(Path(path).expanduser())
 
 
-def included_names(value: Any, file: str | Path) -> list[str]:
-    """Paths, as written, that the value of `include` names. Raises EvalError for anything else."""
+class TaskFiles:
+    """Reader of files, of which those that others include are parsed once."""
+
+    def __init__(self) -> None:
+        self._included: dict[str, dict[str, Any]] = {}
+        self._folders: dict[str, str] = {}
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Settings of a file; those of its `include` files, in their order, come first, and its own replace them.
+
+        Raises EvalError with file and line for text that is no YAML mapping, and for includes that are missing or circular.
+        """
+        return self._merged(self._real(str(path)), ())
+
+    def _real(self, path: str) -> str:
+        """A path without links; of a folder's many files the folder is looked up once."""
+        folder, name = os.path.split(path)
+        if os.path.islink(path):
+            return os.path.realpath(path)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return f"{self._folders[folder]}/{name}"
+
+    def _merged(self, path: str, including: tuple[str, ...]) -> dict[str, Any]:
+        if path in including:
+            chain = " -> ".join((*including[including.index(path) :], path))
+            raise EvalError(f"{including[-1]}: include: goes round in a circle: {chain}")
+        settings = _mapping(Path(path), including[-1] if including else None)
+        merged: dict[str, Any] = {}
+        for name in _included_names(settings.pop("include"), path) if "include" in settings else ():
+            file = self._real(os.path.join(os.path.dirname(path), name))
+            if file not in self._included:
+                self._included[file] = self._merged(file, (*including, path))
+            merged |= {key: value for key, value in self._included[file].items() if key != "task_list"}
+        return merged | settings
+
+
+def _included_names(value: Any, file: str) -> list[str]:
     names = value if isinstance(value, list) else [value]
     for name in names:
         if not isinstance(name, str) or not name:
@@ -49,22 +83,7 @@ def included_names(value: Any, file: str | Path) -> list[str]:
     return names
 
 
-def _read(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
-    where = including[-1] if including else None
-    path = path.resolve()
-    if path in including:
-        chain = " -> ".join(str(file) for file in (*including[including.index(path) :], path))
-        raise EvalError(f"{where}: include: goes round in a circle: {chain}")
-    settings = _mapping(path, where)
-    merged: dict[str, Any] = {}
-    for name in included_names(settings.pop("include"), path) if "include" in settings else ():
-        inherited = _read(path.parent / name, (*including, path))
-        inherited.pop("task_list", None)
-        merged |= inherited
-    return merged | settings
-
-
-def _mapping(path: Path, included_by: Path | None) -> dict[str, Any]:
+def _mapping(path: Path, included_by: str | None) -> dict[str, Any]:
     try:
         return dict(parse(read_limited(path), path))
     except (OSError, ValueError) as error:
@@ -140,7 +159,7 @@ def _check_extent(root: yaml.Node) -> None:
         if id(node) not in extents:
             inside.add(id(node))
             values, below = 1, 0
-            for child in _children(node):
+            for child in children(node):
                 count, deep = visit(child, depth + 1)
                 values, below = values + count, max(below, deep)
             inside.discard(id(node))
@@ -151,12 +170,6 @@ def _check_extent(root: yaml.Node) -> None:
     if values > MAX_VALUES or deepest > MAX_DEPTH + 1:
         problem = f"more than {MAX_VALUES} values or {MAX_DEPTH} levels, aliases (*) included"
         raise yaml.MarkedYAMLError(None, None, problem, root.start_mark)
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [one for pair in node.value for one in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 @cache

@@ -5,11 +5,11 @@ Types and settings are those of lm-evaluation-harness's filter_list, and of the 
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from llmtrain.config.base import ByType, Problem, Section
+from llmtrain.config.base import ByType, OrOne, Problem, Section
 
 INVALID = "[invalid]"
 """Answer where none was found."""
@@ -92,17 +92,7 @@ class Convert(Filter):
 AnyFilter = Annotated[Extract | ExtractChoice | ExtractNumber | SortedWords | Map | Convert, ByType("regex")]
 
 
-class _OneOrMore:
-    """JSON schema of a list that may be written as its only entry."""
-
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        made = handler(core_schema)
-        return {"anyOf": [made["items"], made]}
-
-
-Chain = Annotated[
-    list[AnyFilter], BeforeValidator(lambda value: [value] if isinstance(value, dict | Filter) else value), _OneOrMore()
-]
+Chain = Annotated[list[AnyFilter], OrOne(dict, Filter)]
 """Filters in order; an empty chain leaves the text as it is."""
 
 

@@ -3,19 +3,15 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
-from llmtrain.config.base import PositiveInt, Problem, Section
+from llmtrain.config.base import OrOne, PositiveInt, Problem, Section
 from llmtrain.config.texts import PathText
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.filters import Chain, pattern_problems
 from llmtrain.eval.tasks.templates import Template
 
-Texts = Annotated[
-    list[str],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
+Texts = Annotated[list[str], OrOne(str)]
 """One text or several. Of templates: one that gives a list stands for all its entries."""
 
 Shots = Annotated[list[Annotated[int, Field(ge=0, le=1000)]], Field(min_length=1)]

@@ -1,9 +1,8 @@
 """Records of a task with their locations, from local JSONL, a hub data set, MDS shards or a text file."""
 
 import codecs
-import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ import numpy as np
 
 from llmtrain.config.regular_file import open_regular, read_bytes
 from llmtrain.config.report import nearest
-from llmtrain.data.shards.index import Index, ShardError, read_index, verify_shard
+from llmtrain.data.shards.index import ShardError
+from llmtrain.data.shards.stored_stream import StoredStream, open_place
 from llmtrain.data.sources.compression import DAMAGES, compression_of, decompress
+from llmtrain.data.sources.record_text import line_fault
 from llmtrain.errors import first_line
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.sections import Source
@@ -22,53 +23,37 @@ Row = tuple[str, int, dict[str, Any]]
 """(shard's file name, number of the row within it, its columns)."""
 
 
-def open_mds(folder: Path) -> Index:
-    """Index of a folder of shards. Raises EvalError where there is none."""
+def open_mds(folder: Path) -> StoredStream:
+    """A folder of shards. Raises EvalError where there is none."""
     try:
-        index = read_index(folder)
+        found = open_place(str(folder))
     except ShardError as error:
         raise EvalError(str(error)) from None
-    if index is None:
-        splits = sorted(file.parent.name for file in folder.glob("*/index.json"))
-        hint = f"; did you mean {folder / splits[0]}?" if splits else ""
+    if found is None:
+        splits = sorted(str(file.parent) for file in folder.glob("*/index.json"))
+        hint = f"; did you mean {' or '.join(splits)}?" if splits else ""
         raise EvalError(f"{folder} holds no index.json of MDS shards{hint}")
-    return index
+    return found
 
 
 def read_mds(folder: Path) -> Iterator[Row]:
-    """All samples of a folder. Raises EvalError for shards that are missing or damaged."""
-    from streaming.base.compression import decompress  # imports torch
-    from streaming.base.format import reader_from_json
+    """All samples of a folder. Raises EvalError or ShardError for shards that are missing or damaged."""
+    from streaming.base.format import reader_from_json  # imports torch
 
-    index = open_mds(folder)
-    for info in index.shards:
+    stream = open_mds(folder)
+    for number, info in enumerate(stream.index.shards):
         name = info["raw_data"]["basename"]
         try:
             reader: Any = reader_from_json(str(folder), None, dict(info))
-            data = _read(folder, info, decompress)
-            if damage := verify_shard(io.BytesIO(data), info, index.hash_algorithm):
-                raise EvalError(f"{folder / name} is damaged: {damage}")
-            rows = info["samples"]
+            data, rows = stream.verified(number), info["samples"]
             # MDS: number of rows, then rows + 1 offsets, then their bytes.
             offsets = np.frombuffer(data, np.uint32, rows + 1, offset=4)
             for row in range(rows):
                 yield name, row, reader.decode_sample(data[offsets[row] : offsets[row + 1]])
-        except OSError as error:
-            raise EvalError(f"{folder / name}: {error.strerror or error}") from None
-        except (EvalError, ShardError):
+        except ShardError:
             raise
-        except Exception as error:  # decompression and decoding raise what they like
+        except Exception as error:  # decoding raises what it likes
             raise EvalError(f"{folder / name} is a damaged shard: {error}") from None
-
-
-def _read(folder: Path, info: dict[str, Any], decompress: Callable[[str, bytes], bytes]) -> bytes:
-    """A raw shard, from its file, or from its compressed file."""
-    raw, packed = info["raw_data"], info["zip_data"]
-    if packed is None or (folder / raw["basename"]).exists():
-        with open_regular(folder / raw["basename"]) as file:
-            return file.read()
-    with open_regular(folder / packed["basename"]) as file:
-        return decompress(info["compression"], file.read())
 
 
 @dataclass(frozen=True)
@@ -157,16 +142,10 @@ def _object(line: bytes) -> dict[str, Any]:
     """Object of a line. Raises EvalError with the reason alone."""
     try:
         record = json.loads(line.rstrip().decode(), object_pairs_hook=_fields)
-    except UnicodeDecodeError as error:
-        raise EvalError(f"not UTF-8: {error.reason} at byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise EvalError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
-    except RecursionError:
-        raise EvalError("not read: it is nested too deeply") from None
     except EvalError:
         raise
-    except ValueError:
-        raise EvalError("not read: a number has more digits than Python reads") from None
+    except (ValueError, RecursionError) as error:
+        raise EvalError(line_fault(error)) from None
     if not isinstance(record, dict):
         raise EvalError(f"expected an object, found {type(record).__name__}")
     if b"\\u" in line:

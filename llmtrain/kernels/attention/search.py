@@ -79,7 +79,8 @@ class AttentionSearch(Search):
             return (call.forward()[0],)
         if part == "dq":
             return (call.dq(self.out, self.lse, self.up, None, self.delta),)
-        return call.dkdv(self.lse, self.up, self.delta)
+        n_kv = self.spec.n_kv_heads
+        return [t.unflatten(2, (n_kv, -1)).sum(3) for t in call.dkdv(self.lse, self.up, self.delta)]
 
     def in_float64(self) -> dict[str, Sequence[Tensor]]:
         out, dq, *dkdv = self.operation.exact(self.shape, self.tensors, self.up)

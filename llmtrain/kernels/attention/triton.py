@@ -86,7 +86,7 @@ def launch_forward(
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks).forward()
 
 
-_forward_op = operator("attention_forward", launch_forward)
+_forward_op = operator("attention_forward", launch_forward, replayed=True)
 
 
 @torch.library.register_fake(_forward_op)
@@ -103,7 +103,7 @@ def launch_backward(
     return Call(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks).backward(out, lse, dout, dlse)
 
 
-_backward_op = operator("attention_backward", launch_backward)
+_backward_op = operator("attention_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(_backward_op)

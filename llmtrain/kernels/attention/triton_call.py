@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmtrain.kernels import platform as platforms
 from llmtrain.kernels.attention import stored_dscores, suffix
+from llmtrain.kernels.attention.sum_groups import sum_groups
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
@@ -97,7 +98,10 @@ class Call:
             return *stored_dscores.backward(self, launch, out, lse, dout, dlse), lse.new_empty(0)
         delta = torch.empty_like(lse)
         dq = self.dq(out, lse, dout, dlse, delta)
-        return dq, *self.dkdv(lse, dout, delta), suffix.sinks_gradient(self.sinks, lse, delta)
+        dk, dv = self.dkdv(lse, dout, delta)
+        if dk.shape[2] > self.n_kv:
+            dk, dv = sum_groups(dk, dv, self.n_kv, self.k.dtype)
+        return dq, dk, dv, suffix.sinks_gradient(self.sinks, lse, delta)
 
     @property
     def _all_plain(self) -> bool:
@@ -134,6 +138,7 @@ class Call:
         return dq
 
     def dkdv(self, lse: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv; or, in fp32, the parts of both that sum_groups adds, [batch, T, n_kv * parts, width]."""
         dout = _rows_contiguous(dout)
         do_strides = dout.stride()[:3]
         q, k, v = self.q, self.k, self.v
@@ -153,7 +158,7 @@ class Call:
                 *self.strides, *do_strides, *sizes, self.scale, **fixed,
                 HEADS=heads, DV_FIRST=one.dv_first, SINGLE_LOOP=one.single_loop or one.one_loop, **results,
             )  # fmt: skip
-        return (dk, dv) if heads == self.group else (self._sum_groups(dk), self._sum_groups(dv))
+        return dk, dv
 
     def _heads_of_a_program(self, launch: Launch) -> int:
         """Query heads that share keys which one program of dkdv sums over: as many as leave programs enough for the device."""
@@ -164,10 +169,6 @@ class Call:
             for heads in range(self.group, 0, -1)
             if self.group % heads == 0 and (heads == 1 or self.group // heads >= wanted)
         )
-
-    def _sum_groups(self, t: Tensor) -> Tensor:
-        """[batch, T, n_heads / heads, head_dim] in fp32 -> [batch, T, n_kv, head_dim] in the type of the keys."""
-        return t.unflatten(2, (self.n_kv, -1)).sum(3).to(self.k.dtype)
 
     def _launch(
         self, launch: Launch, rows: int, steps: int, use_tma: bool, heads: int = 1

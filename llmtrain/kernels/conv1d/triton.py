@@ -53,6 +53,7 @@ conv1d_forward = operator(
     "conv1d_forward",
     launch_forward,
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? document_ids, str options) -> Tensor",
+    replayed=True,
 )
 
 
@@ -79,7 +80,7 @@ def partial_backward(
     return kernels.backward(dy, x, weight.contiguous(), bias, _ids(document_ids), tile, dx)
 
 
-conv1d_backward = operator("conv1d_backward", launch_backward)
+conv1d_backward = operator("conv1d_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(conv1d_backward)

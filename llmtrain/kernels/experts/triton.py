@@ -168,8 +168,8 @@ def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, t
     return out
 
 
-experts_forward = operator("experts_forward", launch_forward)
-experts_backward = operator("experts_backward", launch_backward)
+experts_forward = operator("experts_forward", launch_forward, replayed=True)
+experts_backward = operator("experts_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(experts_forward)

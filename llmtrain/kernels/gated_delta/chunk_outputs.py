@@ -1,12 +1,12 @@
 """Outputs of tokens, from the state before their chunk and from what was written in the chunk; and all gradients of a chunk."""
 
-import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_decays, pair_decays
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def chunk_outputs_kernel(
     q, k, decays, ids, states, errors, y, scores,
     T, chunks, padded, part, q_row, k_row,
@@ -49,7 +49,7 @@ def chunk_outputs_kernel(
     tl.store(y + o[:, None] * (H * V) + e[None, :], found.to(dtype), mask=of_values)
 
 
-@triton.jit
+@jit
 def chunk_gradients_kernel(
     q, k, decays, ids, states, d_states, errors, d_written, dy, dq, dk, dv, d_log_decay, d_beta,
     T, chunks, padded, part, tokens, q_row, k_row, dy_row,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_documents, pair_decays
+from llmtrain.kernels.launch import jit
 
 _BLOCK = tl.constexpr(16)
 
@@ -77,7 +78,7 @@ def _below(A, C: tl.constexpr, S: tl.constexpr):
     return tl.sum(tl.sum(tl.sum(tl.where(same & lower & left, pairs, 0.0), 4), 3), 1)
 
 
-@triton.jit
+@jit
 def chunk_transform_kernel(
     k, log_decay, beta, ids, transform, decays,
     T, padded, part, k_row,

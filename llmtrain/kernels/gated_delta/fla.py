@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.gated_delta.operators import differentiable
+from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
 
 CHUNK = 64
@@ -28,7 +29,7 @@ def build(spec: GatedDeltaSpec, platform: Platform, variant: str) -> FlaGatedDel
     return FlaGatedDelta()
 
 
-class FlaGatedDelta:
+class FlaGatedDelta(OperatorRule):
     """The signature of ReferenceGatedDelta. document_ids may also fall.
 
     Raises UserError for a version of fla-core that cannot be imported, or has other functions.
@@ -37,13 +38,7 @@ class FlaGatedDelta:
     def __init__(self) -> None:
         module = "fla.ops.gated_delta_rule.chunk"
         checked("gated_delta", (module, "chunk_gated_delta_rule_fwd"), (module, "chunk_gated_delta_rule_bwd"))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceGatedDelta -> y like v, and the last state in fp32."""
-        return fla_gated_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
+        super().__init__(fla_gated_delta_forward)
 
 
 def checked(operation: str, *functions: tuple[str, str]) -> None:
@@ -117,10 +112,10 @@ def like_inputs(
     return *found, sequences.of_rows(d_initial, "first").to(initial_state.dtype).contiguous()
 
 
-fla_gated_delta_forward = torch.library.custom_op("llmtrain::fla_gated_delta_forward", launch_forward, mutates_args=())
+fla_gated_delta_forward = operator("fla_gated_delta_forward", launch_forward)
 
 
-@fla_gated_delta_forward.register_fake
+@torch.library.register_fake(fla_gated_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids):
     wide = {"dtype": torch.float32}
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
@@ -144,9 +139,7 @@ def launch_backward(
     return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
-fla_gated_delta_backward = torch.library.custom_op(
-    "llmtrain::fla_gated_delta_backward", launch_backward, mutates_args=()
-)
+fla_gated_delta_backward = operator("fla_gated_delta_backward", launch_backward)
 
 
 differentiable(fla_gated_delta_forward, fla_gated_delta_backward)

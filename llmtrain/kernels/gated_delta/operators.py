@@ -1,22 +1,39 @@
-"""Form of the gradients of delta rules' operators, and arguments of their kernels' launches."""
+"""Delta rules by operators: how they are called, the form of their gradients, and arguments of their kernels' launches."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmtrain.kernels.gated_delta.triton_launch import Tile
+from llmtrain.kernels.operators import register_autograd
 
 INPUTS = 7
 """q, k, v, log_decay, beta, the initial state and document_ids; what follows them are settings."""
+
+
+class OperatorRule:
+    """The signature of ReferenceGatedDelta, or ReferenceKimiDelta, by an operator of INPUTS tensors and settings. document_ids may
+    also fall. q, k and v may be slices of a projection."""
+
+    def __init__(self, operator: Any, *settings: Any):
+        self.operator, self.settings = operator, settings
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """y like v, and the last state in fp32."""
+        return self.operator(q, k, v, log_decay, beta, initial_state, document_ids, *self.settings)[:2]
 
 
 def differentiable(forward: Any, backward: Any) -> None:
     """Register the backward operator's fake, and with it the forward operator's gradient. forward: of INPUTS tensors and settings,
     to y, the last state and what `backward` takes after the tensors and before the settings."""
 
-    @backward.register_fake
+    @torch.library.register_fake(backward)
     def _(dy, d_final, q, k, v, log_decay, beta, initial_state, *_):
         d_initial = q.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
         return *(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta)), d_initial
@@ -32,7 +49,7 @@ def differentiable(forward: Any, backward: Any) -> None:
         *gradients, d_initial = backward(dy, d_final, *saved, *ctx.settings)
         return *gradients, None if saved[5] is None else d_initial, None, *(None for _ in ctx.settings)
 
-    forward.register_autograd(gradient, setup_context=setup_context)
+    register_autograd(forward, gradient, setup_context)
 
 
 def heads_in_order(t: Tensor) -> Tensor:

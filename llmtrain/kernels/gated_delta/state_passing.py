@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_decays
+from llmtrain.kernels.launch import jit
 
 
 @triton.jit
@@ -29,12 +30,22 @@ def load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: 
 
 
 @triton.jit
+def first_state(x, c, e, GIVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """The state, or gradient, that a program begins with: that which is given, or zeros."""
+    if GIVEN:
+        state = load_state(x, c, e, K, V, BK, BV)
+    else:
+        state = tl.zeros((BK, BV), dtype=tl.float32)
+    return state
+
+
+@triton.jit
 def store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
     tl.store(x + c[:, None] * V + e[None, :], state, mask=mask)
 
 
-@triton.jit
+@jit
 def state_passing_kernel(
     k, v, transform, decays, initial, states, errors, final,
     T, chunks, padded, part, k_row, v_row, k_token: tl.constexpr, v_token: tl.constexpr,
@@ -51,8 +62,8 @@ def state_passing_kernel(
     initial += (row * H + head) * K * V
     final += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    state = load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = load_state(initial, d, e, K, V, BK, BV) if INITIAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    state = first_state(initial, c, e, INITIAL, K, V, BK, BV)
+    second = first_state(initial, d, e, INITIAL and K > BK, K, V, BK, BV)
     for chunk in range(chunks):
         begin = tl.cast(chunk, tl.int64) * C
         there = o < T - begin
@@ -86,7 +97,7 @@ def state_passing_kernel(
         store_state(final, second, d, e, K, V, BK, BV)
 
 
-@triton.jit
+@jit
 def state_passing_bwd_kernel(
     q, k, transform, scores, decays, dy, d_final, d_states, d_written, d_initial,
     T, chunks, padded, part, q_row, k_row, dy_row,
@@ -105,8 +116,8 @@ def state_passing_bwd_kernel(
     d_final += (row * H + head) * K * V
     d_initial += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    d_state = load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = load_state(d_final, d, e, K, V, BK, BV) if FINAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    d_state = first_state(d_final, c, e, FINAL, K, V, BK, BV)
+    second = first_state(d_final, d, e, FINAL and K > BK, K, V, BK, BV)
     for n in range(chunks):
         chunk = chunks - 1 - n
         begin = tl.cast(chunk, tl.int64) * C

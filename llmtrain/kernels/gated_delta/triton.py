@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmtrain.kernels.gated_delta import chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.gated_delta.operators import (
+    OperatorRule,
     blocks,
     differentiable,
     heads_in_order,
@@ -29,6 +30,7 @@ from llmtrain.kernels.gated_delta.operators import (
 )
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_delta.triton_launch import Launch, Tile
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
@@ -61,19 +63,9 @@ def build(spec: GatedDeltaSpec, platform: Platform, variant: str) -> TritonGated
     return TritonGatedDelta(launch_for(spec, platform))
 
 
-class TritonGatedDelta:
-    """The signature of ReferenceGatedDelta. document_ids may also fall. q, k and v may be slices of a projection."""
-
+class TritonGatedDelta(OperatorRule):
     def __init__(self, launch: Launch):
-        self.options, self.chunk_size = launch.dump(), launch.chunk_size
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceGatedDelta -> y like v, and the last state in fp32."""
-        given = (q, k, v, log_decay, beta, initial_state, document_ids)
-        return gated_delta_forward(*given, self.chunk_size, self.options)[:2]
+        super().__init__(gated_delta_forward, launch.chunk_size, launch.dump())
 
 
 def launch_forward(
@@ -115,10 +107,10 @@ def _forward(
     return y, final, transform, decays, states, errors, scores
 
 
-gated_delta_forward = torch.library.custom_op("llmtrain::gated_delta_forward", launch_forward, mutates_args=())
+gated_delta_forward = operator("gated_delta_forward", launch_forward, replayed=True)
 
 
-@gated_delta_forward.register_fake
+@torch.library.register_fake(gated_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
     return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
@@ -197,7 +189,7 @@ def _gradients(
     return *(gradient.to(one.dtype) for gradient, one in found), d_initial
 
 
-gated_delta_backward = torch.library.custom_op("llmtrain::gated_delta_backward", launch_backward, mutates_args=())
+gated_delta_backward = operator("gated_delta_backward", launch_backward, replayed=True)
 
 
 differentiable(gated_delta_forward, gated_delta_backward)

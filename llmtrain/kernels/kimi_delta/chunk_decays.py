@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_documents
+from llmtrain.kernels.launch import jit
 
 NEAR = tl.constexpr(16)
 """Tokens of a block: the shortest side of a product."""
@@ -67,7 +68,7 @@ def of_borders(G, total, ids, row, chunk, T, C: tl.constexpr, DOCUMENTS: tl.cons
     return from_start, to_end, whole
 
 
-@triton.jit
+@jit
 def chunk_decays_kernel(
     q, k, log_decay, ids, sums, whole, q_start, k_start, k_end,
     T, padded, q_row, k_row,

@@ -6,7 +6,6 @@ that is q_i dq_i and k_j dk_j, channel by channel. The same holds for A, and for
 Both tokens of a pair take the same rounded factors, so that in the sums over later tokens what they give and take cancels.
 """
 
-import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_documents
@@ -20,9 +19,10 @@ from llmtrain.kernels.kimi_delta.chunk_decays import (
     of_borders,
     to_middle,
 )
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def pair_gradients_kernel(
     weights, ids, errors, d_written, dy, d_scores, d_system, dv,
     T, padded, dy_row,
@@ -58,7 +58,7 @@ def pair_gradients_kernel(
     tl.store(d_system + square, (d_A * seen * -b[:, None]).to(dtype), mask=there[:, None])
 
 
-@triton.jit
+@jit
 def chunk_gradients_kernel(
     q, k, sums, weights, ids, states, d_states, errors, d_written, dy, d_scores, d_system, dq, dk, d_log_decay,
     T, chunks, padded, q_row, k_row, dy_row,

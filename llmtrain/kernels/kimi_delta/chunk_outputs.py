@@ -1,12 +1,12 @@
 """Outputs of tokens, from the state before their chunk and from what was written in the chunk."""
 
-import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def chunk_outputs_kernel(
     q_start, scores, weights, states, errors, y,
     T, chunks, padded,

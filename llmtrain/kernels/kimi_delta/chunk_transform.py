@@ -6,9 +6,10 @@ import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_transform import join_blocks, solve_blocks, square_below
 from llmtrain.kernels.kimi_delta.chunk_decays import LEVELS, NEAR, load_border, load_rows, load_sums, met, to_middle
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def pair_products_kernel(
     q, k, sums, ids, scores, system,
     T, padded, q_row, k_row,
@@ -77,7 +78,7 @@ def _load_squares(x, limit, down, token: tl.constexpr, N: tl.constexpr, S: tl.co
     return tl.load(x + at, mask=mask, other=0.0)
 
 
-@triton.jit
+@jit
 def chunk_transform_kernel(
     system, beta, transform, weights, T, padded,
     H: tl.constexpr, C: tl.constexpr, SOLVE_PRECISION: tl.constexpr,

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, like_inputs
-from llmtrain.kernels.gated_delta.operators import differentiable
+from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
 
 
@@ -16,7 +17,7 @@ def build(spec: KimiDeltaSpec, platform: Platform, variant: str) -> FlaKimiDelta
     return FlaKimiDelta()
 
 
-class FlaKimiDelta:
+class FlaKimiDelta(OperatorRule):
     """The signature of ReferenceKimiDelta. document_ids may also fall.
 
     Raises UserError for a version of fla-core that cannot be imported, or has other functions.
@@ -24,13 +25,7 @@ class FlaKimiDelta:
 
     def __init__(self) -> None:
         checked("kimi_delta", ("fla.ops.kda.chunk_fwd", "chunk_kda_fwd"), ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd"))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
-        return fla_kimi_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
+        super().__init__(fla_kimi_delta_forward)
 
 
 def launch_forward(
@@ -51,10 +46,10 @@ def launch_forward(
     return y.to(v.dtype).view(v.shape), final, cumsum.view(log_decay.shape), *squares
 
 
-fla_kimi_delta_forward = torch.library.custom_op("llmtrain::fla_kimi_delta_forward", launch_forward, mutates_args=())
+fla_kimi_delta_forward = operator("fla_kimi_delta_forward", launch_forward)
 
 
-@fla_kimi_delta_forward.register_fake
+@torch.library.register_fake(fla_kimi_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids):
     wide, square = {"dtype": torch.float32}, (*v.shape[:3], CHUNK)
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
@@ -79,7 +74,7 @@ def launch_backward(
     return like_inputs(gradients, sequences, d_initial, initial_state)
 
 
-fla_kimi_delta_backward = torch.library.custom_op("llmtrain::fla_kimi_delta_backward", launch_backward, mutates_args=())
+fla_kimi_delta_backward = operator("fla_kimi_delta_backward", launch_backward)
 
 
 differentiable(fla_kimi_delta_forward, fla_kimi_delta_backward)

@@ -4,14 +4,14 @@ A program has all keys of BV values. What is multiplied transposed is loaded tra
 and keys come with their decays; names are as in gated_delta/state_passing.py.
 """
 
-import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside
-from llmtrain.kernels.gated_delta.state_passing import load_state, load_tokens, load_turned, store_state
+from llmtrain.kernels.gated_delta.state_passing import first_state, load_tokens, load_turned, store_state
+from llmtrain.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def state_passing_kernel(
     k_start, k_end, v, transform, weights, whole, initial, states, errors, final,
     T, chunks, padded, v_row, v_token: tl.constexpr,
@@ -26,7 +26,7 @@ def state_passing_kernel(
     initial += (row * H + head) * K * V
     final += (row * H + head) * K * V
     dtype = k_start.dtype.element_ty
-    state = load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
+    state = first_state(initial, c, e, INITIAL, K, V, BK, BV)
     for chunk in range(chunks):
         begin = tl.cast(chunk, tl.int64) * C
         there = o < T - begin
@@ -49,7 +49,7 @@ def state_passing_kernel(
     store_state(final, state, c, e, K, V, BK, BV)
 
 
-@triton.jit
+@jit
 def state_passing_bwd_kernel(
     q_start, k_start, k_end, transform, scores, weights, whole, errors, dy, d_final, d_states, d_written, d_beta, d_initial,
     T, chunks, padded, tokens, dy_row, dy_token: tl.constexpr,
@@ -64,7 +64,7 @@ def state_passing_bwd_kernel(
     d_final += (row * H + head) * K * V
     d_initial += (row * H + head) * K * V
     dtype = k_start.dtype.element_ty
-    d_state = load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
+    d_state = first_state(d_final, c, e, FINAL, K, V, BK, BV)
     for n in range(chunks):
         chunk = chunks - 1 - n
         begin = tl.cast(chunk, tl.int64) * C

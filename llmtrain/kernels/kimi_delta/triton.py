@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_delta.operators import (
+    OperatorRule,
     blocks,
     differentiable,
     heads_in_order,
@@ -27,6 +28,7 @@ from llmtrain.kernels.gated_delta.triton_launch import Tile
 from llmtrain.kernels.kimi_delta import chunk_decays, chunk_gradients, chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.kimi_delta.triton_launch import Launch
+from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform, without_wgmma
 
 
@@ -38,19 +40,9 @@ def default_launch(spec: KimiDeltaSpec, platform: Platform) -> Launch:
     return tuning.select("kimi_delta", spec.dtype, {"key_head_dim": spec.key_head_dim}, platform).launch
 
 
-class TritonKimiDelta:
-    """The signature of ReferenceKimiDelta. document_ids may also fall. q, k and v may be slices of a projection."""
-
+class TritonKimiDelta(OperatorRule):
     def __init__(self, launch: Launch):
-        self.options, self.chunk_size = launch.dump(), launch.chunk_size
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
-        given = (q, k, v, log_decay, beta, initial_state, document_ids)
-        return kimi_delta_forward(*given, self.chunk_size, self.options)[:2]
+        super().__init__(kimi_delta_forward, launch.chunk_size, launch.dump())
 
 
 def launch_forward(
@@ -94,10 +86,10 @@ def launch_forward(
     return y, final, *kept
 
 
-kimi_delta_forward = torch.library.custom_op("llmtrain::kimi_delta_forward", launch_forward, mutates_args=())
+kimi_delta_forward = operator("kimi_delta_forward", launch_forward, replayed=True)
 
 
-@kimi_delta_forward.register_fake
+@torch.library.register_fake(kimi_delta_forward)
 def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
     final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
     return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
@@ -163,7 +155,7 @@ def launch_backward(
     return *(gradient.to(one.dtype) for gradient, one in found), d_initial
 
 
-kimi_delta_backward = torch.library.custom_op("llmtrain::kimi_delta_backward", launch_backward, mutates_args=())
+kimi_delta_backward = operator("kimi_delta_backward", launch_backward, replayed=True)
 
 
 differentiable(kimi_delta_forward, kimi_delta_backward)

@@ -1,6 +1,6 @@
 """Mamba-3's recurrence (SISO) in chunked matrix form, as the authors' module (state-spaces/mamba) defines it token by token:
 
-h_t = a_t h_(t-1) + (1 - l_t) dt_t a_t v_(t-1) k_(t-1)^T + l_t dt_t v_t k_t^T,  y_t = h_t q_t,
+h_t = a_t h_(t-1) + (1 - l_t) dt_t a_t v_(t-1) k_(t-1)^T + l_t dt_t v_t k_t^T,  y_t = h_t q_t + D v_t,
 
 per head, with a_t = exp(log_decay_t). q and k are turned by running sums of angles: scores depend on what lies between two tokens.
 The second summand reads the token before. It is counted with that token here, by a weight of the token behind: so one scan,
@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
+from llmtrain.kernels.platform import Platform
+
 
 class State(NamedTuple):
     """Tensors that later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last
@@ -27,22 +30,29 @@ class State(NamedTuple):
     v: Tensor
 
 
+def build(spec: Mamba3Spec, platform: Platform, variant: str) -> ReferenceMamba3:
+    return ReferenceMamba3(spec.chunk_size)
+
+
 class ReferenceMamba3:
     def __init__(self, chunk_size: int):
         self.chunk_size = chunk_size
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, dt: Tensor, later: Tensor, turn: Tensor,
-        state: State | None = None, document_ids: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor,
+        k_bias: Tensor, D: Tensor, state: State | None = None, document_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """q, k: [batch, T, heads, d_state]; v: [batch, T, heads, head_dim]; log_decay (at most 0), dt, later (l, between 0 and
-        1): [batch, T, heads]; turn: [batch, T, heads, angles], radians between a token and the one before; document_ids:
-        [batch, T], integers that never fall: where they change, a document begins, and what is before it is dropped (the state
-        belongs to the first).
+        """q, k: [batch, T, groups, d_state]; v: [batch, T, heads, head_dim]; log_decay (at most 0), dt, later (l, between 0 and
+        1): [batch, T, heads]; rate: [batch, T, angles], radians per unit of time by which a token is turned from the one before;
+        q_bias, k_bias: [heads, d_state], added to q and k of each head; D: [heads]; document_ids: [batch, T], integers that
+        never fall: where they change, a document begins, and what is before it is dropped (the state belongs to the first).
 
         Returns y like v, and the state after the last token, in fp32 or wider.
         """
         dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+        heads = v.shape[2]
+        q, k = (of_heads(t, bias, heads) for t, bias in ((q, q_bias), (k, k_bias)))
+        turn = rate.to(wide)[..., None, :] * dt.to(wide)[..., None]
         q, k, v, log_decay, dt, later, turn = (
             t.to(wide).transpose(1, 2) for t in (q, k, v, log_decay, dt, later, turn)
         )
@@ -57,9 +67,10 @@ class ReferenceMamba3:
             behind = behind.masked_fill(ends[:, None], 0.0)
         h = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
         if state is not None:
-            h = state.h.to(wide) + before[..., :1, None] * state.v.to(wide)[..., None] * state.k.to(wide)[..., None, :]
+            h = with_token_before(state, dt.mT, later.mT)
         last = State(h, angle[:, :, -1], k[:, :, -1], v[:, :, -1])
         y, h = self._scan(q, k, v, log_decay, own, behind, h, document_ids)
+        y = y + D.to(wide)[:, None, None] * v
         return y.transpose(1, 2).to(dtype), last._replace(h=h)
 
     def _scan(
@@ -103,6 +114,20 @@ class ReferenceMamba3:
             states.append(kept[:, chunk, :, None, None] * states[-1] + added[:, chunk])
         y = y + (from_start[..., None] * q) @ torch.stack(states[:-1], dim=1).mT
         return y.transpose(1, 2).flatten(2, 3)[:, :, :seq_len], states[-1]
+
+
+def of_heads(t: Tensor, bias: Tensor, heads: int) -> Tensor:
+    """q or k of each head, [..., heads, d_state] in fp32 or wider. t: [..., groups, d_state]; bias: [heads, d_state]."""
+    wide = torch.promote_types(t.dtype, torch.float32)
+    return t.to(wide).repeat_interleave(heads // t.shape[-2], dim=-2) + bias.to(wide)
+
+
+def with_token_before(state: State, dt: Tensor, later: Tensor) -> Tensor:
+    """h, to which the state's token is added by the weight that it has for the next, in fp32 or wider. dt, later: [batch, T,
+    heads] of the tokens that come."""
+    weight = ((1 - later[:, 0]) * dt[:, 0])[..., None, None]
+    h, k, v = (t.to(weight.dtype) for t in (state.h, state.k, state.v))
+    return h + weight * v[..., None] * k[..., None, :]
 
 
 def turned(t: Tensor, angle: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def launch_forward(
     return out, convolved, y if launch.keeps_scan else y.new_empty(0), r
 
 
-mamba_mixer_forward = operator("mamba_mixer_forward", launch_forward)
+mamba_mixer_forward = operator("mamba_mixer_forward", launch_forward, replayed=True)
 
 
 @torch.library.register_fake(mamba_mixer_forward)
@@ -154,7 +154,7 @@ def launch_backward(
     return d_zxbcdt, d_conv_weight, d_conv_bias, d_A, d_D, d_bias, d_norm_weight, d_initial
 
 
-mamba_mixer_backward = operator("mamba_mixer_backward", launch_backward)
+mamba_mixer_backward = operator("mamba_mixer_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(mamba_mixer_backward)

@@ -64,7 +64,7 @@ def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool,
     return out_q, out_k
 
 
-rotary = operator("rotary", launch_rotary)
+rotary = operator("rotary", launch_rotary, replayed=True)
 
 
 @torch.library.register_fake(rotary)

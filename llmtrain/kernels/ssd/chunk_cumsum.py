@@ -116,11 +116,17 @@ def _chunk_cumsum_fwd(
         tl.store(largest_dt + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
-        # Nothing precedes the first token but the initial state, which belongs to its document.
-        inside = (t > 0) & (t < seq_len)
-        this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
-        last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
-        tl.store(seq_idx + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
+        new = begins(document_ids, row, t, seq_len)
+        tl.store(seq_idx + row * padded + t, tl.cumsum(new.to(tl.int32), 0))
+
+
+@triton.jit
+def begins(document_ids, row, t, seq_len):
+    """Tokens that begin a document. Nothing precedes the first but the initial state, which belongs to its document."""
+    inside = (t > 0) & (t < seq_len)
+    this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
+    last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
+    return this != last
 
 
 @jit
@@ -150,22 +156,15 @@ def _chunk_cumsum_bwd(
 
     q = tl.arange(0, CHUNK)[:, None]
     of_head = (row * n_heads + h) * (HEAD_PARTS * chunks) + chunk  # first of its parts
-    earlier, later, same, after = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
-    for _ in range(1, HEAD_PARTS):
-        of_head += chunks
-        more = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
-        earlier, later, same, after = earlier + more[0], later + more[1], same + more[2], after + more[3]
+    earlier, later, same, after = load_terms(
+        ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, chunks, CHUNK, DSTATE_BLOCKS, HEAD_PARTS
+    )
     n_groups = (n_heads + per_group - 1) // per_group
     cb_diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
     d_step = later + tl.load(cb_diagonal, mask=valid, other=0.0) * same + after
-    # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
-    # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
-    on_end = step * after
-    d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
-    for part in range(PARTS):
-        at = ddA_state + (((row * chunks + chunk) * PARTS + part) * n_heads + h) * HEAD_PARTS
-        for head_part in range(HEAD_PARTS):
-            d_log_decay += tl.load(at + head_part, mask=h_valid, other=0.0)[None, :]
+    d_log_decay = log_decay_gradient(
+        earlier, later, after, step, ddA_state, h, h_valid, row, chunk, chunks, n_heads, PARTS, HEAD_PARTS
+    )
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
@@ -176,6 +175,37 @@ def _chunk_cumsum_bwd(
     tl.store(param_partials, tl.sum(tl.where(valid, d_log_decay * step, 0.0), 0), mask=h_valid)
     tl.store(param_partials + n_heads, tl.sum(same, 0), mask=h_valid)
     tl.store(param_partials + 2 * n_heads, tl.sum(d_shifted, 0), mask=h_valid)
+
+
+@triton.jit
+def load_terms(
+    ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, chunks,
+    CHUNK: tl.constexpr, DSTATE_BLOCKS: tl.constexpr, HEAD_PARTS: tl.constexpr,
+):  # fmt: skip
+    """earlier, later, same and after of chunk_cumsum_bwd, summed over a head's parts. of_head: the first of them, and the chunk."""
+    earlier, later, same, after = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
+    for _ in range(1, HEAD_PARTS):
+        of_head += chunks
+        more = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
+        earlier, later, same, after = earlier + more[0], later + more[1], same + more[2], after + more[3]
+    return earlier, later, same, after
+
+
+@triton.jit
+def log_decay_gradient(
+    earlier, later, after, step, ddA_state, h, h_valid, row, chunk, chunks, n_heads,
+    PARTS: tl.constexpr, HEAD_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the natural logarithm of tokens' decays, [tokens, heads]."""
+    # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
+    # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
+    on_end = step * after
+    d_log_decay = tl.cumsum(earlier - step * later, 0, reverse=True) + (tl.cumsum(on_end, 0) - on_end)
+    for part in range(PARTS):
+        at = ddA_state + (((row * chunks + chunk) * PARTS + part) * n_heads + h) * HEAD_PARTS
+        for head_part in range(HEAD_PARTS):
+            d_log_decay += tl.load(at + head_part, mask=h_valid, other=0.0)[None, :]
+    return d_log_decay
 
 
 @triton.jit

@@ -23,7 +23,14 @@ from llmtrain.kernels.launch import cdiv, jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, load_exponents, split_exponents
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
-from llmtrain.kernels.ssd.triton_forward import load_tile, opaque_zero, padded, tma_descriptor
+from llmtrain.kernels.ssd.triton_forward import (
+    load_skip,
+    load_tile,
+    opaque_zero,
+    padded,
+    skip_options,
+    tma_descriptor,
+)
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
@@ -71,7 +78,7 @@ def intra_chunk_bwd(
         *(into, dCB, cb_diagonal, ddA_terms),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
-        HEAD_PARTS=n_heads // D.shape[0],
+        **skip_options(D, n_heads),
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
@@ -95,8 +102,8 @@ def intra_chunk_bwd(
 def _intra_chunk_bwd(
     dy, x, B, C, B_exponents, C_exponents, D, dA_cumsum, seq_idx, d_states, d_exponents, dx, dCB, cb_diagonal, ddA_terms,
     seq_len, dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, TOKEN_SKIP: tl.constexpr, N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, EXPONENT_BLOCK: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr, USE_TMA: tl.constexpr, KEEP_CB: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -204,8 +211,12 @@ def _intra_chunk_bwd(
             u *= tl.exp2(state_exponent - highest)
         u = tl.dot(decayed.to(dy_tile.dtype), dy_tile, acc=u, input_precision=PRECISION)
         # Where j = i nothing decays: in da the term cancels, and its rounding could be all that is left, so it is left out there.
-        on_dy = tl.load(D + head // HEAD_PARTS).to(tl.float32) + same * dt
-        d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
+        skip = load_skip(D, row, head, N_HEADS, first + q, tokens, HEAD_PARTS, TOKEN_SKIP)
+        if TOKEN_SKIP:
+            d_x = u * dt[:, None] + skip * dy_tile.to(tl.float32)
+        else:
+            on_dy = skip + same * dt
+            d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
         if USE_TMA:
             dx.store([token, head * HEAD_DIM], d_x.to(dx.dtype))
         else:
@@ -213,7 +224,10 @@ def _intra_chunk_bwd(
             inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
             tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
 
-    pair_mask = q[:, None] <= q[None, :]
+    if TOKEN_SKIP:
+        pair_mask = q[:, None] < q[None, :]
+    else:
+        pair_mask = q[:, None] <= q[None, :]
     if seq_idx is not None:
         if KEEP_CB:  # loaded anew: over the loop it would cost registers
             seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)

@@ -83,22 +83,31 @@ def launch_forward(
     if parts > 1:
         x, initial_state = split_heads.split(x, parts), split_heads.split_state(initial_state, parts)
     dA_cumsum, _, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
-        dt, A, dt_bias, _ids(document_ids), (dt_min, dt_max), launch.chunk_size, False, parts
+        dt, A, dt_bias, document_numbers(document_ids), (dt_min, dt_max), launch.chunk_size, False, parts
     )
-    initial, final_state = _state(initial_state), None
+    final_state = None
     if with_final_state:
         final_state = torch.empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
-    if (sequential := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
-        sizes = (launch.chunk_size, launch.input_precision, sequential)
-        y = forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, seq_idx, initial, *sizes, final_state)
-    else:
-        passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
-        states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)
-        scan = (launch.chunk_size, launch.input_precision, launch.chunk_scan, launch.num_sms)
-        y = forward.chunk_scan(x, B, C, D, dA_cumsum, seq_idx, states, *scan)
+    y = scan(x, B, C, D, dA_cumsum, seq_idx, initial_state, launch, final_state)
     if final_state is None:
         return y.view(shape), x.new_empty(0)
     return y.view(shape), final_state.view(shape[0], *shape[2:], B.shape[3])
+
+
+def scan(
+    x: Tensor, B: Tensor, C: Tensor, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None,
+    launch: Launch, final_state: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """y of all heads, or parts of heads, by what chunk_cumsum_fwd returns. D: [heads] or [batch, heads, T] (triton_forward.py).
+    final_state: filled if given."""
+    initial = _state(initial_state)
+    if (sequential := launch.sequential_scan_for(x.shape[0] * x.shape[2], x.shape[3])) is not None:
+        sizes = (launch.chunk_size, launch.input_precision, sequential)
+        return forward.sequential_chunk_scan(x, B, C, D, dA_cumsum, seq_idx, initial, *sizes, final_state)
+    passing = (launch.chunk_size, launch.input_precision, launch.state_passing)
+    states = state_passing.state_passing_fwd(x, B, dA_cumsum, seq_idx, initial, *passing, final_state)
+    sizes = (launch.chunk_size, launch.input_precision, launch.chunk_scan, launch.num_sms)
+    return forward.chunk_scan(x, B, C, D, dA_cumsum, seq_idx, states, *sizes)
 
 
 ssd_forward = operator(
@@ -106,6 +115,7 @@ ssd_forward = operator(
     launch_forward,
     "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
     "Tensor? document_ids, float? dt_min, float? dt_max, str options) -> (Tensor, Tensor)",
+    replayed=True,
 )
 
 
@@ -138,8 +148,24 @@ def backward_into(
     """Write the gradients into the tensors of `into`: of x, dt, B and C (possibly slices of a contiguous tensor; those of B and
     C of the same), of the initial state, if there is one, and the partial sums for parameter_gradients.
     """
-    limits = (dt_min, dt_max)
     dx, d_dt, dB, dC, d_initial, param_partials = into
+    parts, chunk = launch.head_parts(x.shape[3]), launch.chunk_size_bwd
+    dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
+        dt, A, dt_bias, document_numbers(document_ids), (dt_min, dt_max), chunk, launch.fp16_states, parts
+    )
+    terms = scan_gradients(
+        dy, d_final_state, x, B, C, D, dA_cumsum, largest_dt, seq_idx, initial_state, launch, (dx, dB, dC, d_initial)
+    )
+    chunk_cumsum.chunk_cumsum_bwd(dt, A, dt_bias, (dt_min, dt_max), dA_cumsum, *terms, chunk, d_dt, param_partials)
+
+
+def scan_gradients(
+    dy: Tensor, d_final_state: Tensor | None, x: Tensor, B: Tensor, C: Tensor, D: Tensor, dA_cumsum: Tensor,
+    largest_dt: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None, launch: Launch, into: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Write the gradients of x, B, C and the initial state, if there is one; return the terms of chunk_cumsum_bwd. dA_cumsum: as
+    chunk_cumsum_fwd returns it for launch.chunk_size_bwd, changed as chunk_cumsum_bwd says."""
+    dx, dB, dC, d_initial = into
     if (parts := launch.head_parts(x.shape[3])) > 1:
         dy, x = (split_heads.split(t, parts) for t in (dy, x))
         initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
@@ -147,9 +173,6 @@ def backward_into(
         d_initial = d_initial if initial_state is None else d_initial.view(initial_state.shape)
     chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
     dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    dA_cumsum, largest_dt, seq_idx = chunk_cumsum.chunk_cumsum_fwd(
-        dt, A, dt_bias, _ids(document_ids), limits, chunk, launch.fp16_states, parts
-    )
     initial, d_final = _state(initial_state), _state(d_final_state)
     d_initial_out = None if initial is None else d_initial
     bc = block_scaled_fp16.scale_bc(B, C, tile, launch.fp16_states, (dB, dC))
@@ -171,9 +194,7 @@ def backward_into(
         *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, states, ddA_terms),
         *(chunk, tile, precision, launch.inter_chunk_bwd, launch.num_sms, dB, dC),
     )
-    chunk_cumsum.chunk_cumsum_bwd(
-        dt, A, dt_bias, limits, dA_cumsum, ddA_terms, cb_diagonal, ddA_state, ddA_blocks, chunk, d_dt, param_partials
-    )
+    return ddA_terms, cb_diagonal, ddA_state, ddA_blocks
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
@@ -193,7 +214,7 @@ def parameter_gradients(param_partials: Tensor, A: Tensor, D: Tensor, dt_bias: T
     return found
 
 
-ssd_backward = operator("ssd_backward", launch_backward)
+ssd_backward = operator("ssd_backward", launch_backward, replayed=True)
 
 
 @torch.library.register_fake(ssd_backward)
@@ -223,7 +244,7 @@ def _unit_stride(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _ids(document_ids: Tensor | None) -> Tensor | None:
+def document_numbers(document_ids: Tensor | None) -> Tensor | None:
     return None if document_ids is None else document_ids.to(torch.int32).contiguous()
 
 

@@ -11,6 +11,8 @@ the chunk, stored transposed, [d_state, head_dim]:
 
 No exponent is positive, so nothing overflows. A document that begins at t drops the state before t: terms between tokens of
 different seq_idx are masked.
+
+D is [heads], or [batch, heads, T]: a factor of each token, in which its own score is contained; then only j < i are summed.
 """
 
 import torch
@@ -42,6 +44,11 @@ def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = Non
     return Descriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
 
 
+def skip_options(D: Tensor, n_heads: int) -> dict[str, int | bool]:
+    """Constants of a kernel that reads D, [heads of the model] or [batch, heads of the model, T]. n_heads: of the scan."""
+    return {"HEAD_PARTS": n_heads // D.shape[-1 if D.ndim == 1 else 1], "TOKEN_SKIP": D.ndim == 3}
+
+
 def sequential_chunk_scan(
     x: Tensor, B: Tensor, C: Tensor, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None,
     initial_state: Tensor | None, chunk: int, precision: str, launch: SequentialScanLaunch,
@@ -65,7 +72,7 @@ def sequential_chunk_scan(
         *(x_tile, b_tile, c_tile, D, dA_cumsum, seq_idx, initial_state, out, final_state),
         *(seq_len, dA_cumsum.shape[2], *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
-        HEAD_PARTS=n_heads // D.shape[0],
+        **skip_options(D, n_heads),
         HEAD_DIM=head_dim,
         D_STATE=d_state,
         CHUNK=chunk,
@@ -100,7 +107,7 @@ def chunk_scan(
         *(x, B, C, D, dA_cumsum, seq_idx, states, out),
         *(seq_len, *strides),
         HEADS_PER_GROUP=per_group,
-        HEAD_PARTS=n_heads // D.shape[0],
+        **skip_options(D, n_heads),
         N_HEADS=n_heads,
         HEAD_DIM=head_dim,
         D_STATE=d_state,
@@ -125,6 +132,27 @@ def load_tile(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_skip(D, row, head, n_heads, t, seq_len, HEAD_PARTS: tl.constexpr, TOKEN_SKIP: tl.constexpr):
+    """D of a head, or of its tokens t, [tokens, 1]; see skip_options."""
+    if TOKEN_SKIP:
+        D += (row * n_heads + head) // HEAD_PARTS * seq_len
+        skip = tl.load(D + t, mask=t < seq_len, other=0.0)[:, None]
+    else:
+        skip = tl.load(D + head // HEAD_PARTS).to(tl.float32)
+    return skip
+
+
+@triton.jit
+def up_to(i, j, TOKEN_SKIP: tl.constexpr):
+    """Pairs whose score is summed: j <= i, or j < i."""
+    if TOKEN_SKIP:
+        pairs = i > j
+    else:
+        pairs = i >= j
+    return pairs
+
+
+@triton.jit
 def opaque_zero(value):
     """0, computed so that the compiler cannot prove it: a comparison with it is not loop-invariant.
 
@@ -145,9 +173,9 @@ def _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION: tl.constexpr):
 def _sequential_chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, initial_state, y, final_state,
     seq_len, chunks, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, USE_TMA: tl.constexpr, STATE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, TOKEN_SKIP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, USE_TMA: tl.constexpr,
+    STATE_FIRST: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of a head's columns, head, row of the batch): loops over the chunks."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -164,7 +192,8 @@ def _sequential_chunk_scan(
         C += row * C_row + group * C_group
         y += (row * seq_len * n_heads + head) * HEAD_DIM
     dA_cumsum += (row * n_heads + head) * chunks * (2 * CHUNK)
-    skip = tl.load(D + head // HEAD_PARTS).to(tl.float32)
+    if not TOKEN_SKIP:
+        skip = load_skip(D, row, head, n_heads, q, seq_len, HEAD_PARTS, TOKEN_SKIP)
     outside = (row * n_heads + head) * (D_STATE * HEAD_DIM) + p[None, :] * D_STATE + n[:, None]
 
     state = tl.zeros((BLOCK_DSTATE, BLOCK_HEADDIM), tl.float32)
@@ -184,7 +213,9 @@ def _sequential_chunk_scan(
         a, dt = tl.load(dA_cumsum + 2 * first + q), tl.load(dA_cumsum + 2 * first + CHUNK + q)
         a_end = tl.load(dA_cumsum + 2 * first + CHUNK - 1)
         chunk_decay, from_start, to_end = tl.exp2(a_end), tl.exp2(a), tl.exp2(a_end - a)
-        pair_mask = q[:, None] >= q[None, :] + opaque_zero(a_end)
+        pair_mask = up_to(q[:, None], q[None, :] + opaque_zero(a_end), TOKEN_SKIP)
+        if TOKEN_SKIP:
+            skip = load_skip(D, row, head, n_heads, first + q, seq_len, HEAD_PARTS, TOKEN_SKIP)
         if seq_idx is not None:
             seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
             seq_idx_last = tl.load(seq_idx + row * chunks * CHUNK + first + CHUNK - 1)
@@ -220,9 +251,10 @@ def _sequential_chunk_scan(
 def _chunk_scan(
     x, B, C, D, dA_cumsum, seq_idx, states, y,
     seq_len, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
-    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr, BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
-    USE_TMA: tl.constexpr, KEEP_CB: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr, HEAD_PARTS: tl.constexpr, TOKEN_SKIP: tl.constexpr, N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DSTATE: tl.constexpr,
+    BLOCK_HEADDIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, USE_TMA: tl.constexpr, KEEP_CB: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, chunk, row of the batch): loops over the heads."""
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
@@ -251,7 +283,7 @@ def _chunk_scan(
         seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
 
     if KEEP_CB:
-        pair_mask = q[:, None] >= q[None, :]
+        pair_mask = up_to(q[:, None], q[None, :], TOKEN_SKIP)
         if seq_idx is not None:
             pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
         cb = tl.where(pair_mask, tl.dot(c_tile, tl.trans(b_tile), input_precision=PRECISION), 0.0)
@@ -274,13 +306,14 @@ def _chunk_scan(
         if KEEP_CB:
             scores = (cb * (tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0)) * dt[None, :])).to(x_tile.dtype)
         else:
-            pair_mask = q[:, None] >= q[None, :] + opaque_zero(tl.load(dA_cumsum + of_head))
+            pair_mask = up_to(q[:, None], q[None, :] + opaque_zero(tl.load(dA_cumsum + of_head)), TOKEN_SKIP)
             if seq_idx is not None:
                 pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
             scores = _scores(c_tile, b_tile, a, dt, pair_mask, PRECISION).to(x_tile.dtype)
         out = tl.dot(c_tile, state, input_precision=PRECISION) * from_start[:, None]
         out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
-        out += tl.load(D + head // HEAD_PARTS).to(tl.float32) * x_tile.to(tl.float32)
+        skip = load_skip(D, row, head, N_HEADS, first + q, tokens, HEAD_PARTS, TOKEN_SKIP)
+        out += skip * x_tile.to(tl.float32)
         if USE_TMA:
             y.store([token, head * HEAD_DIM], out.to(y.dtype))
         else:

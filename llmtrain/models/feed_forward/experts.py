@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts, of which each token meets a few; no token is dropped."""
+"""A feed-forward layer of experts, of which each token meets a few."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from llmtrain.models.costs import Flops, Work
 from llmtrain.models.feed_forward.base import FeedForward
 from llmtrain.models.feed_forward.dense import MLP
 from llmtrain.models.feed_forward.exchange import ExpertRanks, Travel, eager
-from llmtrain.models.feed_forward.routers import Router, RouterMLP, Routing, route
+from llmtrain.models.feed_forward.routers import Router, RouterMLP, Routing, route, taken
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.layers import Linear
 from llmtrain.models.sections.experts import ExpertsSection
@@ -80,6 +80,7 @@ class Experts(FeedForward):
 
     choice_bias: Tensor
     load: Tensor
+    dropped: Tensor
 
     def __init__(self, section: ExpertsSection, d_model: int, platform: Platform | None, dtype: torch.dtype):
         super().__init__(section, d_model, platform, dtype)
@@ -103,6 +104,8 @@ class Experts(FeedForward):
         if section.router.choice_bias:
             self.register_buffer("choice_bias", torch.zeros(choices))
         self.register_buffer("load", torch.zeros(choices), persistent=False)
+        if section.capacity is not None:
+            self.register_buffer("dropped", torch.zeros(()), persistent=False)
         pooled = section.balance.weight > 0 and section.balance.over == "model"
         self.pooling = choices if pooled else None
 
@@ -151,6 +154,10 @@ class Experts(FeedForward):
         logits, state = self.router.logits(tokens, jitter, *(one.flatten(0, -2) for one in carried))
         routing = route(router, self.section.top_k, logits, self.choice_bias if router.choice_bias else None)
         chosen, weights = routing.met(router, self.section.n_experts)
+        kept = None
+        if self.section.capacity is not None and self.training:
+            kept = taken(chosen, self.section.n_experts, self.section.capacity)
+            weights = weights * kept
         z = tokens if self.latent_in is None else self.latent_in(tokens)
         if self.expert_ranks is None:
             y, beside = self.experts(self.kernel, z, chosen, weights), self._beside(x)
@@ -160,7 +167,7 @@ class Experts(FeedForward):
             y = self._exchanged(travel, weights)
         y = y if self.latent_out is None else self.latent_out(y)
         y = y if beside is None else y + beside
-        y = (self._attach(y, logits, routing, context.losses) if trained else y).view_as(x)
+        y = (self._attach(y, logits, routing, kept, context.losses) if trained else y).view_as(x)
         return y if state is None else (y, state.view(*x.shape[:-1], -1))
 
     def _beside(self, x: Tensor) -> Tensor | None:
@@ -180,12 +187,16 @@ class Experts(FeedForward):
         y = self.experts(self.kernel, rows, experts[:, None], weights.new_ones(len(rows), 1))
         return travel.send_back(y[:n], weights)
 
-    def _attach(self, y: Tensor, logits: Tensor, routing: Routing, losses: AttachedLosses | None) -> Tensor:
-        """y, with the losses of the layer and its count of tokens."""
+    def _attach(
+        self, y: Tensor, logits: Tensor, routing: Routing, kept: Tensor | None, losses: AttachedLosses | None
+    ) -> Tensor:
+        """y, with the losses of the layer and its counts of tokens."""
         assert losses is not None
         section, chosen = self.section, routing.chosen.flatten()
         load = torch.zeros_like(self.load).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=self.load.dtype))
         y = add_in_backward(y, self.load, load)
+        if kept is not None:
+            y = add_in_backward(y, self.dropped, (~kept).sum().to(self.dropped.dtype))
         if section.z_loss:
             y = attach_loss(y, section.z_loss * logits.logsumexp(-1).square().mean(), losses, "router_z")
         if not section.balance.weight:
@@ -207,10 +218,12 @@ class Experts(FeedForward):
 
     def metrics(self) -> dict[str, Tensor]:
         """Experts' shares of the step's tokens, the largest and the smallest over the mean, and their entropy over that of a
-        balanced load."""
+        balanced load; and with `capacity` the share that was dropped."""
         share, n = self.load / self.load.sum(), self.section.choices
         entropy = torch.special.entr(share).sum() / torch.log(torch.tensor(float(max(n, 2))))
         found = {"load_max": share.max() * n, "load_min": share.min() * n, "load_entropy": entropy}
+        if self.section.capacity is not None:
+            found["dropped"] = self.dropped / self.load.sum()
         return found | ({f"load_{i}": one for i, one in enumerate(share)} if n <= _LOGGED_LOADS else {})
 
     def matrix_rows(self) -> dict[str, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """Routers: the experts that each token meets, and the weights of their outputs. See RouterSection for the definitions."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,20 @@ class Routing(NamedTuple):
         none = self.chosen == n_experts
         places = torch.arange(len(self.chosen), device=none.device)[:, None] % n_experts
         return torch.where(none, places, self.chosen), self.weights.masked_fill(none, 0.0)
+
+
+def taken(chosen: Tensor, n_experts: int, capacity: float) -> Tensor:
+    """True for choices [T, top_k] that their experts take: of each expert the first ceil(capacity * T * top_k / n_experts), all
+    tokens' first choices before their second ones. Nothing waits for the host."""
+    experts = chosen.t().flatten()
+    order = experts.argsort(stable=True)
+    counts = torch.zeros(n_experts, dtype=torch.long, device=chosen.device).scatter_add_(
+        0, experts, torch.ones_like(experts)
+    )
+    first = counts.cumsum(0) - counts
+    places = torch.arange(len(experts), device=chosen.device)
+    of_expert = torch.empty_like(places).scatter_(0, order, places - first[experts[order]])
+    return (of_expert < math.ceil(capacity * len(experts) / n_experts)).view(chosen.shape[::-1]).t()
 
 
 class Router(nn.Module):

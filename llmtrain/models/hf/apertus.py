@@ -4,7 +4,6 @@ matrices with xIELU."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from transformers import ApertusConfig
 
@@ -12,7 +11,6 @@ from llmtrain.models.feed_forward.dense import XIELU
 from llmtrain.models.hf import tensors
 from llmtrain.models.hf.decoder import Decoder
 from llmtrain.models.hf.family import Part, Weight
-from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.sections.dense import MLPSection
 
 
@@ -20,12 +18,10 @@ class Apertus(Decoder):
     kind = ApertusConfig
     architecture = "ApertusForCausalLM"
     model_type = "apertus"
+    block = {"qk_norm": "head"}
     gated = False
     norms = {"norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
     mlp_in = ("up_proj",)
-
-    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
-        return super().read_block(config, layer_type, refusals) | {"qk_norm": "head"}
 
     def mlp_weights(self, ours: str, theirs: str, mlp: MLPSection, d_model: int) -> list[Weight]:
         made = super().mlp_weights(ours, theirs, mlp, d_model)

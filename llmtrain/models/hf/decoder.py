@@ -25,8 +25,8 @@ class Decoder:
 
     kind: ClassVar[type[PreTrainedConfig]]
     """The class of config.json."""
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
+    architecture: str
+    model_type: str
     has_layer_types: ClassVar[bool] = False
     """The class takes the kind of each layer from layer_types; otherwise all have the window, if there is one."""
     layer_kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
@@ -45,6 +45,8 @@ class Decoder:
     experts: ClassVar[bool] = False
     """The class has layers of experts."""
     norm: ClassVar[dict[str, Any]] = {"type": "rmsnorm"}
+    block: ClassVar[dict[str, Any]] = {}
+    """What of our attention block the class has in any config."""
 
     # Names of tensors: of the model, of a layer by our names, and inside mixer and MLP.
     embedding: ClassVar[str] = "model.embed_tokens"
@@ -117,7 +119,7 @@ class Decoder:
             block |= {"qkv_bias": True, "out_bias": True}
         kind = settings.read_mlp(config, self.activation, refusals, self.gated)
         block["mlp"] = {"type": kind, "d_ff": config.intermediate_size, "bias": getattr(config, "mlp_bias", False)}
-        return block
+        return block | self.block
 
     def read_position(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         return settings.read_rotary(config, refusals, partial=self.partial_rotary, layer_type=layer_type)
@@ -136,7 +138,7 @@ class Decoder:
             **self.write_mixers(config, blocks),
         }
         written = settings.class_config(self.kind, self.architecture, fields | self.write_fields(config, blocks))
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def write_feed_forward(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:

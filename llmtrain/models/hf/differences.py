@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtrain.models.config import Block, ModelConfig
+from llmtrain.models.hf.family import Family, UnsupportedModelError
 from llmtrain.models.hf.settings import Refusals, as_yaml
 
 # Settings of the model that have no part in its function, or whose part is in the blocks. The length of learned positions,
@@ -12,11 +13,16 @@ from llmtrain.models.hf.settings import Refusals, as_yaml
 _NO_FUNCTION = {"blocks", "layers", "max_seq_len", "dropout", "init"}
 
 
-def refuse_differences(ours: ModelConfig, read_back: Mapping[str, Any], architecture: str) -> None:
+def refuse_differences(ours: ModelConfig, family: Family, written: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError with every setting in which what was written differs from our model.
 
-    read_back: the `model` section that the family reads from what it wrote, with as many layers as ours.
+    written: the content of config.json, with as many layers as ours.
     """
+    architecture = family.architecture
+    try:
+        read_back = family.read_config(written)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(*(f"model: of {architecture}, {reason}" for reason in error.reasons)) from error
     theirs = ModelConfig.model_validate(read_back)
     refusals = Refusals()
     fields = [dict(_model_function(config)) for config in (ours, theirs)]

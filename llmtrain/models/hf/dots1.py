@@ -9,19 +9,16 @@ from transformers import Dots1Config
 
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.experts import BIASED_SIGMOID, SIGMOID_FIELDS, ExpertsBehindDense
-from llmtrain.models.hf.settings import Refusals
 
 
 class Dots1(ExpertsBehindDense):
     kind = Dots1Config
     architecture = "Dots1ForCausalLM"
     model_type = "dots1"
+    block = {"qk_norm": "head"}
     has_layer_types = True
     router = BIASED_SIGMOID
     router_fields = SIGMOID_FIELDS
-
-    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
-        return super().read_block(config, layer_type, refusals) | {"qk_norm": "head"}
 
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         windows = (i for i, block in enumerate(layers) if block.sliding_window is not None)

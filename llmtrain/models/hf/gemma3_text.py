@@ -15,13 +15,14 @@ class Gemma3Text(Gemma2):
     kind = Gemma3TextConfig
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
+    block = {"qk_norm": "head"}
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         cap = config.attn_logit_softcapping
         refusals.unless(
             cap is None, "attn_logit_softcapping", cap, f"{self.architecture} passes over it; set it to null"
         )
-        return super().read_block(config, layer_type, refusals) | {"qk_norm": "head"}
+        return super().read_block(config, layer_type, refusals)
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         rotary = settings.write_rotary_by_type(layers)

@@ -21,6 +21,7 @@ class GptOss(ExpertLayers):
     architecture = "GptOssForCausalLM"
     model_type = "gpt_oss"
     has_layer_types = True
+    block = {"sinks": True}
     number = "num_local_experts"
     width = "intermediate_size"
     router = {"type": "top_k_softmax", "bias": True}
@@ -29,7 +30,7 @@ class GptOss(ExpertLayers):
         for key, only in (("swiglu_alpha", CLAMPED_SLOPE), ("swiglu_limit", CLAMP)):
             refusals.unless(getattr(config, key) == only, key, getattr(config, key), f"experts here have {only:g}")
         config.hidden_act = "silu"
-        return super().read_block(config, layer_type, refusals) | {"sinks": True}
+        return super().read_block(config, layer_type, refusals)
 
     def read_experts(self, config: Any, mlp: dict[str, Any]) -> dict[str, Any]:
         return super().read_experts(config, mlp) | {"activation": "swiglu_clamped", "bias": True}

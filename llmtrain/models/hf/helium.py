@@ -15,12 +15,13 @@ class Helium(Decoder):
     architecture = "HeliumForCausalLM"
     model_type = "helium"
     in_pairs = True
+    block = {"out_bias": False}
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         together = config.head_dim * config.num_attention_heads
         instead = f"heads are together as wide as hidden_size, {config.hidden_size}, in this class"
         refusals.unless(together == config.hidden_size, "head_dim", config.head_dim, instead)
-        return super().read_block(config, layer_type, refusals) | {"out_bias": False}
+        return super().read_block(config, layer_type, refusals)
 
 
 FAMILY = Helium()

@@ -56,13 +56,12 @@ class HybridDecoder(Decoder):
         """Refuse what the class cannot have in a layer, and what could not be written."""
         settings.refuse_other_wiring(key, block, self.architecture, refusals, self.positions)
         kind = block.mlp and (block.mlp.activation if isinstance(block.mlp, ExpertsSection) else block.mlp.type)
-        if any(isinstance(part, Mamba2Block) for _, part in block.parts()):
+        every_part = (part for _, one in settings.used_blocks(config) for _, part in one.parts())
+        if any(isinstance(part, Mamba2Block) for part in every_part):
             instead = f"{self.architecture} has swiglu beside mamba2; set type: swiglu"
             refusals.unless(kind in ("swiglu", None), f"{key}.mlp.type", kind, instead)
         if isinstance(block, Mamba2Block):
-            inner, d = block.inner_width(config.d_model), config.d_model
-            instead = f"{self.architecture} has a multiple of d_model ({d}); set expand and d_inner: null"
-            refusals.unless(inner % d == 0, f"{key}.d_inner", inner, instead)
+            settings.refuse_uneven_scan(key, block, config.d_model, self.architecture, refusals)
 
     def write_mixers(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         # Of mixers that are in no layer the classes need sizes that fit.

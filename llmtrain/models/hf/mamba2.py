@@ -64,9 +64,10 @@ class Mamba2:
         )
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        refusals = Refusals()
-        key, block = settings.only_block(config, Mamba2Block, self.architecture, refusals)
-        self._refuse(config, key, block, refusals)
+        block, refusals = self._blocks(config)[0], Refusals()
+        for name, one in settings.used_blocks(config):
+            assert isinstance(one, Mamba2Block)
+            settings.refuse_uneven_scan(f"model.blocks.{name}", one, config.d_model, self.architecture, refusals)
         refusals.check()
         written = settings.class_config(
             Mamba2Config,
@@ -88,24 +89,17 @@ class Mamba2:
                 **settings.write_dt_limit(block),
             },
         )
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
-    def _refuse(self, config: ModelConfig, key: str, block: Mamba2Block, refusals: Refusals) -> None:
-        name = self.architecture
-        settings.refuse_model_features(config, name, "rmsnorm", refusals)
-        settings.refuse_mamba2_features(config, key, block, name, refusals)
-        for layer in dict.fromkeys(config.layer_list()):
-            refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{name} has no shared blocks")
-        eps, instead = block.gated_norm_eps, f"{name} has one eps for all norms; set gated_norm_eps: null"
-        refusals.unless(eps in (None, config.norm.eps), f"{key}.gated_norm_eps", eps, instead)
+    def _blocks(self, config: ModelConfig) -> list[Mamba2Block]:
+        return settings.layer_blocks(config, self.architecture, {"mamba2": Mamba2Block})
 
     def weights(self, config: ModelConfig) -> list[Weight]:
-        _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
         # mamba_ssm's files say `embedding`; all other names are equal.
         older = ("backbone.embedding.weight",)
         made = [tensors.embedding(config, "backbone.embeddings.weight", "lm_head.weight", older=older)]
-        for i in range(len(config.layer_list())):
+        for i, block in enumerate(self._blocks(config)):
             theirs = f"backbone.layers.{i}"
             made.append(tensors.same(f"blocks.{i}.norm.weight", f"{theirs}.norm.weight", config.d_model))
             made += tensors.mamba2_mixer(f"blocks.{i}.mixer", f"{theirs}.mixer", block, config)

@@ -97,11 +97,12 @@ class Mpt:
         )
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        refusals = Refusals()
-        key, block = settings.only_block(config, AttentionBlock, self.architecture, refusals)
-        self._refuse(config, key, block, refusals)
+        block: AttentionBlock = settings.layer_blocks(config, self.architecture, {"attention": AttentionBlock})[0]
+        refusals, instead = Refusals(), f"{self.architecture} has d_model / n_heads; set head_dim: null"
+        for name, one in settings.used_blocks(config):
+            assert isinstance(one, AttentionBlock)
+            refusals.unless(config.d_model % one.n_heads == 0, f"model.blocks.{name}.head_dim", one.head_dim, instead)
         refusals.check()
-        assert block.position.type == "alibi"
         attention = {
             "attn_type": "multihead_attention",
             "alibi": True,
@@ -135,34 +136,8 @@ class Mpt:
         )
         # The class adds every default of a config to this section, labels of classifiers among them.
         written |= {"attn_config": attention}
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
-
-    def _refuse(self, config: ModelConfig, key: str, block: AttentionBlock, refusals: Refusals) -> None:
-        name, d = self.architecture, config.d_model
-        settings.refuse_model_features(config, name, "layernorm", refusals)
-        settings.refuse_own_norm(key, block, config, name, refusals)
-        settings.refuse_attention_features(key, block, name, refusals)
-        unless = refusals.unless
-        alibi = f"{name} has ALiBi only; set positions: none and {key.removeprefix('model.')}.position: {{type: alibi}}"
-        unless(config.positions == "none", "model.positions", config.positions, alibi)
-        unless(block.position.type == "alibi", f"{key}.position", block.position.type, alibi)
-        if block.position.type == "alibi":
-            found, instead = block.position.max_bias, f"{name} has 8, whatever its config.json says; set max_bias: 8.0"
-            unless(found == _MAX_BIAS, f"{key}.position.max_bias", found, instead)
-        for field, value in (("qkv_bias", block.qkv_bias), ("out_bias", block.out_bias)):
-            unless(not value, f"{key}.{field}", value, f"{name} has no biases; set {field}: false")
-        instead = f"{name} has as many key and value heads as query heads; set n_kv_heads: null"
-        unless(block.kv_heads == block.n_heads, f"{key}.n_kv_heads", block.n_kv_heads, instead)
-        usual = block.spec(d).head_dim * block.n_heads == d
-        unless(usual, f"{key}.head_dim", block.head_dim, f"{name} has d_model / n_heads; set head_dim: null")
-        mlp = block.mlp
-        if not isinstance(mlp, MLPSection) or mlp.type != "gelu":
-            instead = f"{name} has a GELU MLP; set mlp: {{type: gelu, d_ff: {4 * d}}}"
-            unless(False, f"{key}.mlp", mlp and mlp.type, instead)
-            return
-        unless(mlp.d_ff == 4 * d, f"{key}.mlp.d_ff", mlp.d_ff, f"{name} has 4 * d_model ({4 * d})")
-        unless(not mlp.bias, f"{key}.mlp.bias", mlp.bias, f"{name} has no biases; set bias: false")
 
     def weights(self, config: ModelConfig) -> list[Weight]:
         """Weights under LLM Foundry's names, of whatever it has beyond the class too: biases, learned positions, GQA, gated MLPs,

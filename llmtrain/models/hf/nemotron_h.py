@@ -117,7 +117,7 @@ class NemotronH:
                 fields["time_step_floor"] = min(1e-4, block.dt_min)
         written = settings.class_config(NemotronHConfig, self.architecture, fields)
         written["num_hidden_layers"] = len(pattern)
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
     def _blocks(self, config: ModelConfig) -> list[Mamba2Block | AttentionBlock]:

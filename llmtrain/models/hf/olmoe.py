@@ -15,6 +15,7 @@ class Olmoe(ExpertLayers):
     architecture = "OlmoeForCausalLM"
     model_type = "olmoe"
     width = "intermediate_size"
+    block = {"qk_norm": "full"}
     router_fields = {"norm_topk_prob": "renormalize"}
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
@@ -22,7 +23,7 @@ class Olmoe(ExpertLayers):
         refusals.unless(
             clip is None, "clip_qkv", clip, "the class clips behind the norms of queries and keys; null is possible"
         )
-        return super().read_block(config, layer_type, refusals) | {"qk_norm": "full"}
+        return super().read_block(config, layer_type, refusals)
 
 
 FAMILY = Olmoe()

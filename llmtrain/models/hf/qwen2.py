@@ -7,26 +7,19 @@ from transformers import Qwen2Config
 
 from llmtrain.models.config import AttentionBlock, ModelConfig
 from llmtrain.models.hf.decoder import Decoder
-from llmtrain.models.hf.settings import Refusals
 
 
 class Qwen2(Decoder):
     kind = Qwen2Config
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"
+    block = {"qkv_bias": True, "out_bias": False}
     has_layer_types = True
 
-    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
-        return super().read_block(config, layer_type, refusals) | {"qkv_bias": True, "out_bias": False}
-
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
-        return write_windows(layers)
-
-
-def write_windows(layers: list[AttentionBlock]) -> dict[str, Any]:
-    """Keys for readers without layer_types: whether there are windows, and in how many layers at the bottom there are none."""
-    at = [i for i, layer in enumerate(layers) if layer.sliding_window is not None]
-    return {"use_sliding_window": bool(at), "max_window_layers": min(at, default=len(layers))}
+        """Keys for readers without layer_types: whether there are windows, and in how many layers at the bottom there are none."""
+        at = [i for i, layer in enumerate(layers) if layer.sliding_window is not None]
+        return {"use_sliding_window": bool(at), "max_window_layers": min(at, default=len(layers))}
 
 
 FAMILY = Qwen2()

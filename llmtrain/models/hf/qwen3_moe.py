@@ -8,7 +8,6 @@ from transformers import Qwen3MoeConfig
 
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.experts import ExpertLayers
-from llmtrain.models.hf.settings import Refusals
 from llmtrain.models.sections.experts import ExpertsSection
 
 
@@ -31,9 +30,7 @@ class Qwen3Moe(SparseSteps):
     kind = Qwen3MoeConfig
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
-
-    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
-        return super().read_block(config, layer_type, refusals) | {"qk_norm": "head"}
+    block = {"qk_norm": "head"}
 
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         return {"use_sliding_window": any(block.sliding_window is not None for block in layers)}

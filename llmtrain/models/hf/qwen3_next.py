@@ -12,7 +12,6 @@ from llmtrain.models.hf import tensors
 from llmtrain.models.hf.family import Weight
 from llmtrain.models.hf.gated_deltanet import GatedDeltaNetDecoder
 from llmtrain.models.hf.qwen3_moe import SparseSteps
-from llmtrain.models.hf.settings import LINEAR, Refusals
 
 
 class Qwen3Next(SparseSteps, GatedDeltaNetDecoder):
@@ -25,10 +24,7 @@ class Qwen3Next(SparseSteps, GatedDeltaNetDecoder):
     model_type = "qwen3_next"
     norm = {"type": "rmsnorm", "zero_centered": True}
     partial_rotary = True
-
-    def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
-        block = super().read_block(config, layer_type, refusals)
-        return block if layer_type.startswith(LINEAR) else block | {"qk_norm": "head", "output_gate": True}
+    block = {"qk_norm": "head", "output_gate": True}
 
     def write_position(self, block: AttentionBlock) -> dict[str, Any]:
         assert block.position.type == "rotary"

@@ -6,19 +6,17 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig, SharedAttentionBlock
+from llmtrain.models.config import AttentionBlock, Block, Mamba2Block, ModelConfig
 from llmtrain.models.hf.family import OtherLayersError, UnsupportedModelError
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.sections.layers import LinearScaling, Llama3Scaling, RotaryPosition, YarnScaling
-
-AnyBlock = TypeVar("AnyBlock", AttentionBlock, Mamba2Block, SharedAttentionBlock)
 
 _NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 """In place of the classes' defaults, about which transformers warns where they lie outside the vocabulary."""
@@ -188,7 +186,11 @@ def class_config(kind: type[PreTrainedConfig], architecture: str, fields: dict[s
 
     Raises UnsupportedModelError for what the class itself does not accept.
     """
-    held = {key: value for key, value in parse(kind, fields).to_diff_dict().items() if key not in _CALLERS_KEYS}
+    try:
+        made = parse(kind, fields)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(*(f"model: {reason}" for reason in error.reasons)) from error
+    held = {key: value for key, value in made.to_diff_dict().items() if key not in _CALLERS_KEYS}
     if "time_step_limit" not in fields:
         held.pop("time_step_limit", None)  # the classes' default, [0, infinity], is no number in strict JSON
     return {"architectures": [architecture], **fields, **held, "model_type": kind.model_type}
@@ -267,28 +269,6 @@ def used_blocks(config: ModelConfig) -> Iterator[tuple[str, Block]]:
         yield name, config.blocks[name]
 
 
-def only_block(
-    config: ModelConfig, kind: type[AnyBlock], architecture: str, refusals: Refusals
-) -> tuple[str, AnyBlock]:
-    """The single block of all layers, and its dotted key.
-
-    Raises OtherLayersError for a block of another type; collects a reason when blocks differ.
-    """
-    found = list(used_blocks(config))
-    type_name = kind.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
-    for name, block in found:
-        _refuse_other_layers(name, block, kind, f"{architecture} has {type_name} layers", architecture, refusals)
-    refusals.check(OtherLayersError)
-    (first, block), *others = found
-    for name, other in others:
-        one, another = (b.function(config.d_model, config.norm) for b in (block, other))
-        differing = [field for field in kind.model_fields if field in one and one[field] != another[field]]
-        unlike, instead = ", ".join(differing), f"{architecture} has one kind of layer; make them equal"
-        refusals.unless(not differing, f"model.blocks.{name}", f"unlike {first} in {unlike}", instead)
-    assert isinstance(block, kind)
-    return f"model.blocks.{first}", block
-
-
 def _refuse_other_layers(
     name: str,
     block: Block,
@@ -306,13 +286,17 @@ def _refuse_other_layers(
     refusals.unless(dense, f"model.blocks.{name}.mlp.type", found, f"{architecture} has dense MLPs, such as swiglu")
 
 
-def layer_blocks(config: ModelConfig, architecture: str, kinds: Mapping[str, type], experts: bool = False) -> list[Any]:
-    """The block of each layer, all of these kinds, by type. experts: some may have. Raises OtherLayersError for others."""
+def layer_blocks(
+    config: ModelConfig, architecture: str, kinds: Mapping[str, type], experts: bool = False, shared: bool = False
+) -> list[Any]:
+    """The block of each layer, all of these kinds, by type. experts: some may have some; shared: or shared blocks beside them.
+    Raises OtherLayersError for others."""
     refusals = Refusals()
     for layer in dict.fromkeys(config.layer_list()):
         block, instead = config.blocks[layer.block], f"{architecture} has {' and '.join(kinds)} layers"
         _refuse_other_layers(layer.block, block, tuple(kinds.values()), instead, architecture, refusals, experts)
-        refusals.unless(layer.shared is None, "model.layers", layer.shared, f"{architecture} has no shared blocks")
+        own = shared or layer.shared is None
+        refusals.unless(own, "model.layers", layer.shared, f"{architecture} has no shared blocks")
     refusals.check(OtherLayersError)
     return [config.blocks[layer.block] for layer in config.layer_list()]
 
@@ -343,43 +327,7 @@ def refuse_other_wiring(
     refusals.unless(mlp is not None, f"{key}.mlp", mlp, f"{architecture} has an MLP in every layer; give one")
 
 
-def refuse_model_features(config: ModelConfig, architecture: str, norm: str, refusals: Refusals) -> None:
-    """Refuse features that no published class has, and a final norm that is not `norm` without bias.
-
-    Learned positions are refused by the caller, with what to set instead.
-    """
-    unless, softcap, found = refusals.unless, config.logit_softcap, config.norm
-    unless(softcap is None, "model.logit_softcap", softcap, f"{architecture} has none; set logit_softcap: null")
-    unless(found.type == norm, "model.norm.type", found.type, f"{architecture} has {norm}; set type: {norm}")
-    unless(not found.bias, "model.norm.bias", found.bias, f"{architecture} has no bias there; set bias: false")
-
-
-def refuse_own_norm(key: str, block: Block, config: ModelConfig, architecture: str, refusals: Refusals) -> None:
-    """Refuse a block with a norm of its own: the published classes have one norm setting."""
-    same = (block.norm or config.norm).function == config.norm.function
-    refusals.unless(same, f"{key}.norm", "another than model.norm", f"{architecture} has one for all; set norm: null")
-
-
-def refuse_attention_features(
-    key: str, block: AttentionBlock | SharedAttentionBlock, architecture: str, refusals: Refusals
-) -> None:
-    """Refuse features that no published attention layer has."""
-    for field, plain in (("qk_norm", "none"), ("sliding_window", None), ("softcap", None)):
-        found, instead = getattr(block, field), f"{architecture} has none; set {field}: {as_yaml(plain)}"
-        refusals.unless(found == plain, f"{key}.{field}", found, instead)
-
-
-def refuse_mamba2_features(
-    config: ModelConfig, key: str, block: Mamba2Block, architecture: str, refusals: Refusals
-) -> None:
-    """Refuse features that no published Mamba-2 layer has."""
-    unless = refusals.unless
-    positions = config.positions
-    unless(positions == "none", "model.positions", positions, f"{architecture} has none; set positions: none")
-    unless(block.mlp is None, f"{key}.mlp", block.mlp and block.mlp.type, f"{architecture} has none; set mlp: null")
-    instead = f"{architecture} gates first; set norm_before_gate: false"
-    unless(not block.norm_before_gate, f"{key}.norm_before_gate", block.norm_before_gate, instead)
-    inner = block.inner_width(config.d_model)
-    instead = f"{architecture} has a multiple of d_model ({config.d_model}); set expand and d_inner: null"
-    unless(inner % config.d_model == 0, f"{key}.d_inner", inner, instead)
-    refuse_own_norm(key, block, config, architecture, refusals)
+def refuse_uneven_scan(key: str, block: Mamba2Block, d_model: int, architecture: str, refusals: Refusals) -> None:
+    """Refuse a scan whose channels are no multiple of d_model."""
+    inner, instead = block.inner_width(d_model), f"{architecture} has a multiple of d_model ({d_model})"
+    refusals.unless(inner % d_model == 0, f"{key}.d_inner", inner, f"{instead}; set expand and d_inner: null")

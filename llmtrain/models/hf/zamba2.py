@@ -77,12 +77,13 @@ class Zamba2:
         )
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        refusals = Refusals()
-        key, block = settings.only_block(config, Mamba2Block, self.architecture, refusals)
-        shared_key, shared = _shared_block(config, refusals)
-        self._refuse(config, key, block, refusals)
+        block, refusals = self._blocks(config)[0], Refusals()
+        key, shared = _shared_block(config, refusals)
         if shared is not None:
-            self._refuse_shared(config, shared_key, shared, block, refusals)
+            self._refuse_shared(config, key, shared, refusals)
+        for name, one in settings.used_blocks(config):
+            assert isinstance(one, Mamba2Block)
+            settings.refuse_uneven_scan(f"model.blocks.{name}", one, config.d_model, self.architecture, refusals)
         refusals.check()
         kinds = ["hybrid" if layer.shared else "mamba" for layer in config.layer_list()]
         fields = {
@@ -110,54 +111,27 @@ class Zamba2:
         written = settings.class_config(Zamba2Config, self.architecture, {**fields, "layers_block_type": kinds})
         # As on the hub; transformers 5 renames `mamba` as it reads, and earlier ones do not know its new name.
         written |= {"layers_block_type": kinds}
-        refuse_differences(config, self.read_config(written), self.architecture)
+        refuse_differences(config, self, written)
         return written
 
-    def _refuse(self, config: ModelConfig, key: str, block: Mamba2Block, refusals: Refusals) -> None:
-        name = self.architecture
-        settings.refuse_model_features(config, name, "rmsnorm", refusals)
-        settings.refuse_mamba2_features(config, key, block, name, refusals)
-        unless, eps, limit = refusals.unless, block.gated_norm_eps or config.norm.eps, block.dt_limit
-        unless(block.conv_bias, f"{key}.conv_bias", False, f"{name} has one; set conv_bias: true")
-        unless(eps == _GATED_NORM_EPS, f"{key}.gated_norm_eps", eps, f"{name} has 1e-5; set gated_norm_eps: 1.0e-5")
-        open_ended = limit is None or limit[1] is None
-        unless(open_ended, f"{key}.dt_limit", limit, f"{name} has no upper limit; set dt_limit: [low, null]")
-
-    def _refuse_shared(
-        self, config: ModelConfig, key: str, shared: SharedAttentionBlock, mixer: Mamba2Block, refusals: Refusals
-    ) -> None:
-        name, unless = self.architecture, refusals.unless
-        settings.refuse_attention_features(key, shared, name, refusals)
-        settings.refuse_own_norm(key, shared, config, name, refusals)
-        width, spec = 2 * config.d_model, shared.spec(config.d_model)
-        unless(shared.clip_qkv is None, f"{key}.clip_qkv", shared.clip_qkv, f"{name} has none; set clip_qkv: null")
-        for field, value in (("qkv_bias", shared.qkv_bias), ("out_bias", shared.out_bias)):
-            unless(not value, f"{key}.{field}", value, f"{name} has no biases in attention; set {field}: false")
-        kind, scale, mlp, tied = shared.position.type, shared.softmax_scale, shared.mlp, config.tie_embeddings
-        instead = f"{name} has rotary ones or none; set {{type: rotary}}"
-        unless(kind in ("none", "rotary"), f"{key}.position", kind, instead)
-        usual = scale is None or math.isclose(scale, (spec.head_dim / 2) ** -0.5)
-        unless(usual, f"{key}.softmax_scale", scale, f"{name} has (head_dim / 2)^-0.5; set softmax_scale: null")
-        unless(mlp.type in ("geglu", "swiglu"), f"{key}.mlp.type", mlp.type, f"{name} has a gated MLP")
-        bias = mixer.proj_bias
-        instead = f"{name} has one setting for this and the Mamba layers' proj_bias ({bias}); set them alike"
-        unless(mlp.bias == bias, f"{key}.mlp.bias", mlp.bias, instead)
-        uses = sum(layer.shared is not None for layer in config.layer_list())
+    def _refuse_shared(self, config: ModelConfig, key: str, shared: SharedAttentionBlock, refusals: Refusals) -> None:
+        """Refuse what could not be written. What is written and means something else is found by reading it back."""
+        name, unless, spec = self.architecture, refusals.unless, shared.spec(config.d_model)
+        uses, tied = sum(layer.shared is not None for layer in config.layer_list()), config.tie_embeddings
         instead = f"{name} in transformers 5 then unties its shared blocks too; set tie_embeddings: true"
         unless(tied or shared.n_shared == uses, "model.tie_embeddings", tied, instead)
-        unless(shared.n_shared <= uses, f"{key}.n_shared", shared.n_shared, f"only {uses} are ever used; set that")
         rank, attn_rank = shared.adapter_rank, shared.attn_adapter_rank
         unless(rank is not None, f"{key}.adapter_rank", rank, f"{name} has adapters in every use; set a rank")
-        attn_key = f"{key}.attn_adapter_rank"
-        unless(attn_rank in (None, rank), attn_key, attn_rank, f"{name} has one rank; set it to {rank}")
-        wide = spec.n_heads * spec.head_dim == width and spec.n_kv_heads == spec.n_heads
+        wide = spec.n_heads * spec.head_dim == 2 * config.d_model and spec.n_kv_heads == spec.n_heads
         instead = f"{name} has these adapters only where queries, keys and values are 2 * d_model wide"
-        unless(attn_rank is None or wide, attn_key, attn_rank, instead)
+        unless(attn_rank is None or wide, f"{key}.attn_adapter_rank", attn_rank, instead)
+
+    def _blocks(self, config: ModelConfig) -> list[Mamba2Block]:
+        return settings.layer_blocks(config, self.architecture, {"mamba2": Mamba2Block}, shared=True)
 
     def weights(self, config: ModelConfig) -> list[Weight]:
-        _, block = settings.only_block(config, Mamba2Block, self.architecture, Refusals())
         _, shared = _shared_block(config, Refusals())
-        stack = config.layer_list()
+        stack, blocks = config.layer_list(), self._blocks(config)
         hybrid = [i for i, layer in enumerate(stack) if layer.shared]
         made = [tensors.embedding(config, "model.embed_tokens.weight", "lm_head.weight")]
         if shared is not None:
@@ -171,7 +145,7 @@ class Zamba2:
                 made += _use_weights(f"blocks.{i}.shared_input", hybrid, hybrid.index(i), shared, config)
                 theirs += ".mamba_decoder"
             made.append(tensors.same(f"blocks.{i}.norm.weight", f"{theirs}.input_layernorm.weight", config.d_model))
-            made += tensors.mamba2_mixer(f"blocks.{i}.mixer", f"{theirs}.mamba", block, config)
+            made += tensors.mamba2_mixer(f"blocks.{i}.mixer", f"{theirs}.mamba", blocks[i], config)
         made.append(tensors.same("norm.weight", "model.final_layernorm.weight", config.d_model))
         return made + tensors.head(config, "lm_head.weight")
 

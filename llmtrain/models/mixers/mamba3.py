@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.kernels.mamba3.reference import ReferenceMamba3, State
+from llmtrain.kernels import registry
+from llmtrain.kernels.mamba3.reference import State
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, Rule, constant, inverse_softplus_of_log_uniform
-from llmtrain.models.layers import Linear, Norm
+from llmtrain.models.layers import Linear, Norm, SiluGate
 from llmtrain.models.mixers.base import Mixer, MixerCache, MixerContext
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.layers import NormConfig
@@ -57,46 +58,44 @@ class Mamba3(Mixer):
         norm = NormConfig(type="rmsnorm", eps=1e-5)
         self.B_norm, self.C_norm = Norm(block.d_state, norm), Norm(block.d_state, norm)
         self.ssm = Mamba3Parameters(block, self.n_heads)
-        self.kernel = ReferenceMamba3(block.chunk_size)
+        self.spec, self.platform = block.spec(config.d_model, str(dtype).removeprefix("torch.")), platform
+        self.backend = registry.resolve("mamba3", block.backend, self.spec, platform)
+        self.kernel, self.gate = self.backend.build(self.spec, platform), SiluGate()
         self.out_proj = Linear(inner, config.d_model, residual=True)
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> Mamba3Cache:
         block, wide = self.block, torch.promote_types(self.dtype, torch.float32)
         shapes = ((block.head_dim, block.d_state), (block.angles,), (block.d_state,), (block.head_dim,))
-        return Mamba3Cache(*(torch.zeros(batch, self.n_heads, *shape, dtype=wide, device=device) for shape in shapes))
+        tensors = (torch.zeros(batch, self.n_heads, *shape, dtype=wide, device=device) for shape in shapes)
+        step = registry.resolve("mamba3_step", "auto", self.spec, self.platform).build(self.spec, self.platform)
+        return Mamba3Cache(*tensors, step=step)
 
     def forward(self, x: Tensor, context: MixerContext) -> Tensor:
         z, x, B, C, dt, a, trap, angle = self.in_proj(x).split(self.widths, dim=-1)
         ssm, wide = self.ssm, torch.promote_types(x.dtype, torch.float32)
         dt = F.softplus(dt.to(wide) + ssm.dt_bias.to(wide))
         log_decay = (-F.softplus(a.to(wide))).clamp(max=-self.block.a_floor) * dt
-        turn = (math.pi * angle.to(wide).tanh())[..., None, :] * dt[..., None]
         v = x.unflatten(-1, (self.n_heads, -1))
-        k, q = self._of_heads(self.B_norm, B, ssm.B_bias), self._of_heads(self.C_norm, C, ssm.C_bias)
-        y = context.apply(self.kernel, q, k, v, log_decay, dt, trap.to(wide).sigmoid(), turn)
-        y = (y.to(wide) + ssm.D.to(wide)[:, None] * v.to(wide)).flatten(-2) * F.silu(z.to(wide))
-        return self.out_proj(y.to(x.dtype))
-
-    def _of_heads(self, norm: Norm, t: Tensor, bias: Tensor) -> Tensor:
-        """B or C of each head, [batch, T, heads, d_state] in fp32 or wider. t: [batch, T, groups * d_state]."""
-        t = norm(t.unflatten(-1, (self.block.n_groups, -1)))
-        t = t.repeat_interleave(self.n_heads // self.block.n_groups, dim=-2)
-        return t.to(torch.promote_types(t.dtype, torch.float32)) + bias.view(self.n_heads, -1)
+        q, k = (norm(t.unflatten(-1, (self.block.n_groups, -1))) for norm, t in ((self.C_norm, C), (self.B_norm, B)))
+        biases = (bias.view(self.n_heads, -1) for bias in (ssm.C_bias, ssm.B_bias))
+        gates = (log_decay, dt, trap.to(wide).sigmoid(), math.pi * angle.to(wide).tanh())
+        y = context.apply(self.kernel, q, k, v, *gates, *biases, ssm.D)
+        return self.out_proj(self.gate(y.flatten(-2), z))
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        """Count the scan by its recurrence, as Mamba-2's, with one outer product per token."""
-        scan = 4 * seq_len * self.n_heads * self.block.head_dim * self.block.d_state
-        return self.in_proj.flops(seq_len) + Flops.between_activations(Work(scan=scan)) + self.out_proj.flops(seq_len)
+        scan = Flops.between_activations(Work(scan=self.spec.flops(seq_len)))
+        return self.in_proj.flops(seq_len) + scan + self.out_proj.flops(seq_len)
 
 
 @dataclass
 class Mamba3Cache(MixerCache):
-    """The tensors of State."""
+    """The tensors of State. step: the kernel mamba3_step."""
 
     h: Tensor
     angle: Tensor
     k: Tensor
     v: Tensor
+    step: Any
 
     def context(self, span: Span) -> CachedMamba3:
         return CachedMamba3(self, span)
@@ -116,6 +115,9 @@ class CachedMamba3(MixerContext):
         q, k, v, *rest = tensors
         cache = self.cache
         state = State(cache.h, cache.angle, cache.k, cache.v)
+        if v.shape[1] == 1:
+            gates, parameters = (t[:, 0] for t in rest[:4]), rest[4:]
+            return cache.step(q[:, 0], k[:, 0], v[:, 0], *gates, *parameters, state)[:, None]
         # Values of zero write nothing, and where angles begin does not matter: padding leaves no trace.
         y, last = kernel(q, k, self.span.without_padding(v), *rest, state)
         for kept, new in zip(state, last, strict=True):

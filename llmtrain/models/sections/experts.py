@@ -77,10 +77,10 @@ class BalanceSection(Section):
 
 
 class ExpertsSection(FeedForwardSection):
-    """Several MLPs, of which each token meets top_k (arXiv:1701.06538); no token is dropped."""
+    """Several MLPs, of which each token meets top_k (arXiv:1701.06538)."""
 
     implementation: ClassVar[str] = "llmtrain.models.feed_forward.experts:Experts"
-    without_function: ClassVar[frozenset[str]] = frozenset({"backend", "balance", "z_loss"})
+    without_function: ClassVar[frozenset[str]] = frozenset({"backend", "balance", "capacity", "z_loss"})
 
     type: Literal["experts"]
     n_experts: Width
@@ -102,6 +102,9 @@ class ExpertsSection(FeedForwardSection):
     balance: BalanceSection = BalanceSection()
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean of log(sum of exp(logits))^2 of the router (arXiv:2202.08906), in each layer."""
+    capacity: PositiveFloat | None = None
+    """For comparisons. In training an expert takes at most capacity * top_k / n_experts of the tokens of a rank's microbatch, first
+    choices first, then those that come first (arXiv:2006.16668); for the others its output is 0. Default: no token is dropped."""
     backend: Literal["auto", "reference", "grouped_mm", "triton"] = free("auto")
 
     def problems(self) -> Iterator[Problem]:
@@ -112,6 +115,10 @@ class ExpertsSection(FeedForwardSection):
             yield self.problem_at("router.skip", f"is for top_k: 1, not {self.top_k}; set skip: false")
         if router.skip and router.groups > 1:
             yield self.problem_at("router.skip", "is in no group of experts; set groups: 1, or skip: false")
+        if router.skip and self.capacity is not None:
+            yield self.problem_at(
+                "capacity", "is of routers that choose experts alone; leave it out, or set skip: false"
+            )
         if n % router.groups:
             yield self.problem_at("router.groups", f"does not divide n_experts ({n})")
         elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
@@ -152,9 +159,11 @@ class ExpertsSection(FeedForwardSection):
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         spec = self.spec(d_model)
-        # Of each row: its copy of the token, the first product's output, the activation's, and the second's; of each token: norm's
-        # input and output, scores in fp32 and their number by number products, order and weights.
-        rows = self.top_k * (width * (2 * spec.d_model + spec.d_in + spec.d_ff) + 32)
+        # Of each row: the first product's output, and without our kernels its copy of the token, the activation's output and the
+        # second product's; of each token: norm's input and output, scores in fp32 and their number by number products, order and
+        # weights.
+        ours = self.backend in ("auto", "triton")
+        rows = self.top_k * (width * (spec.d_in + (0 if ours else 2 * spec.d_model + spec.d_ff)) + 32)
         total = SavedBytes(rows + width * (2 * d_model + 2 * (self.latent or 0)) + 12 * self.n_experts + 4 * d_model)
         # Of a router's MLP in fp32: its state, the norm's output, input and output of both activations; what it hands on.
         total += SavedBytes((4 * 6 + width) * self.carries.hands_on)

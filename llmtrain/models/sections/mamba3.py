@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from llmtrain.config.base import PositiveFloat, PositiveInt, Problem, Width, free
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.models.costs import SavedBytes
-from llmtrain.models.sections.block import BlockSection
+from llmtrain.models.sections.block import BlockSection, Kernel
+
+Mamba3Backend = Literal["auto", "reference", "triton"]
 
 
 class Mamba3Block(BlockSection):
@@ -13,7 +16,7 @@ class Mamba3Block(BlockSection):
     integrated by a trapezoid rule between the last two tokens, and turns by angles that depend on the text; no convolution."""
 
     implementation: ClassVar[str] = "llmtrain.models.mixers.mamba3:Mamba3"
-    without_function: ClassVar[tuple[str, ...]] = ("type", "chunk_size", "dt_min", "dt_max")
+    without_function: ClassVar[tuple[str, ...]] = ("type", "backend", "chunk_size", "dt_min", "dt_max")
 
     type: Literal["mamba3"]
     d_state: Width = 128
@@ -32,7 +35,8 @@ class Mamba3Block(BlockSection):
     dt_max: PositiveFloat = 1e-1
     """Initial time steps, softplus(dt_bias), are log-uniform between dt_min and dt_max."""
     chunk_size: PositiveInt = free(64)
-    """Tokens that are computed at once. Results depend on it only by rounding."""
+    """Tokens that the reference computes at once. Results depend on it only by rounding."""
+    backend: Mamba3Backend = free("auto")
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -59,6 +63,14 @@ class Mamba3Block(BlockSection):
     def n_heads(self, d_model: int) -> int:
         return self.expand * d_model // self.head_dim
 
+    def spec(self, d_model: int, dtype: str = "bfloat16") -> Mamba3Spec:
+        """The kernel's view of the block."""
+        heads = self.n_heads(d_model)
+        return Mamba3Spec(heads, self.head_dim, self.d_state, self.n_groups, self.angles, self.chunk_size, dtype)
+
+    def kernel(self, d_model: int, dtype: str = "bfloat16", documents: bool = False) -> Kernel:
+        return Kernel("mamba3", self.spec(d_model, dtype), self.backend)
+
     def widths(self, d_model: int) -> list[int]:
         """Widths of z, x, B, C, dt, A, the trapezoid's weight and the angles, side by side in one projection."""
         inner, of_groups, heads = self.expand * d_model, self.n_groups * self.d_state, self.n_heads(d_model)
@@ -73,9 +85,13 @@ class Mamba3Block(BlockSection):
 
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Input and output of the norm, in_proj's output, norms of B and C, and the gated output; in fp32 of each head seven
-        tensors like C, four like x, three squares of a chunk, and per chunk three states."""
+        tensors like C, four like x, three squares of a chunk, and per chunk three states. Our kernels keep y, and in fp32 what
+        they read per token and head, and angles of every 32nd token in fp64."""
         inner, heads = self.expand * d_model, self.n_heads(d_model)
         everything = width * (2 * d_model + sum(self.widths(d_model)) + 2 * self.n_groups * self.d_state + 2 * inner)
+        if self.backend == "triton":
+            results = width * inner + heads * (8 * self.angles / 32)
+            return SavedBytes(everything + results + 4 * (3 * heads + self.angles), results)
         states = 3 * self.head_dim * self.d_state / self.chunk_size
         of_head = 7 * self.d_state + 4 * self.head_dim + 3 * self.chunk_size + states + 2 * self.angles
         return SavedBytes(everything + 4 * heads * of_head)

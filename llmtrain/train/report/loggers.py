@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from llmtrain.config.held_folder import make_folder, require_in_place
 from llmtrain.config.output_folder import replace_file
 from llmtrain.logs import run_log
-from llmtrain.schema.config import Config
-from llmtrain.schema.wandb import go_offline_without_key
+from llmtrain.schema.training import LoggingConfig
+from llmtrain.schema.wandb import WandbConfig, go_offline_without_key
 from llmtrain.train.report.curves import TRAINING_LOSS, Curve, losses, read_curves, stream_metrics
 from llmtrain.train.report.picture import LossPicture
 from llmtrain.train.report.step_logger import StepLogger
@@ -85,9 +85,9 @@ class WandbLogger(StepLogger):
     again_seconds = 3600.0
     background = True  # its import and its process take seconds
 
-    def __init__(self, config: Config, folder: Path):
-        super().__init__(config.logging.interval)
-        self.config, self.folder, self.place = config, folder, "wandb"
+    def __init__(self, options: WandbConfig, folder: Path, interval: int, name: str, settings: dict[str, Any]):
+        super().__init__(interval)
+        self.options, self.folder, self.name, self.settings, self.place = options, folder, name, settings, "wandb"
         self.run: Any = None
 
     def open(self) -> None:
@@ -95,8 +95,7 @@ class WandbLogger(StepLogger):
             return
         import wandb
 
-        options = self.config.logging.wandb
-        assert options is not None
+        options = self.options
         go_offline_without_key()
         make_folder(self.folder / "wandb")
         stored = self.folder / "wandb" / "run-id"
@@ -107,10 +106,10 @@ class WandbLogger(StepLogger):
             project=options.project,
             entity=options.entity,
             group=options.group,
-            name=self.config.name,
+            name=self.name,
             tags=list(options.tags),
             dir=str(self.folder),
-            config=self.config.model_dump(mode="json"),
+            config=self.settings,
             settings=wandb.Settings(silent=True),
         )
         replace_file(stored, self.run.id.encode())
@@ -212,17 +211,20 @@ class ProgressLogger(LoggerDestination):
         return "  ".join(parts)
 
 
-def build_loggers(config: Config, folder: Path, total_steps: int) -> list[LoggerDestination]:
-    """Return every destination of this run: on rank 0, which writes the metrics of all; none on others."""
+def build_loggers(
+    logging: LoggingConfig, folder: Path, total_steps: int, name: str, settings: dict[str, Any]
+) -> list[LoggerDestination]:
+    """Return every destination of this run: on rank 0, which writes the metrics of all; none on others. name, settings: of the run,
+    for Weights & Biases."""
     if dist.get_global_rank() != 0:
         return []
     loggers: list[LoggerDestination] = [
-        JSONLLogger(folder / "metrics.jsonl", config.logging.interval),
-        ProgressLogger(total_steps, config.logging.progress_bar),
-        LossPicture(folder, config.logging.interval),
+        JSONLLogger(folder / "metrics.jsonl", logging.interval),
+        ProgressLogger(total_steps, logging.progress_bar),
+        LossPicture(folder, logging.interval),
     ]
-    if config.logging.tensorboard:
-        loggers.append(TensorBoardLogger(folder / "tensorboard", config.logging.interval))
-    if config.logging.wandb:
-        loggers.append(WandbLogger(config, folder))
+    if logging.tensorboard:
+        loggers.append(TensorBoardLogger(folder / "tensorboard", logging.interval))
+    if logging.wandb:
+        loggers.append(WandbLogger(logging.wandb, folder, logging.interval, name, settings))
     return loggers

@@ -12,7 +12,6 @@ from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.objectives.base import without_gradient
 from llmtrain.objectives.policy.objective import Policy
-from llmtrain.schema.config import Config
 from llmtrain.train.step import to_device
 
 LogP = Callable[[dict[str, Any]], Tensor]
@@ -30,12 +29,15 @@ def log_p_of(objective: Policy, model: CausalLM) -> LogP:
     return compute
 
 
-def reference_log_p(config: Config, objective: Policy, model: CausalLM, tokenizer: TextTokenizer) -> LogP:
-    """The function of the reference. model: that is trained, whose adapters are off for it where objective.kl names no other; else
-    a model beside it, whole on each rank. Raises UserError where there is none, or it does not fit."""
+def reference_log_p(
+    objective: Policy, model: CausalLM, tokenizer: TextTokenizer, began_from: str | None, adapted: bool
+) -> LogP:
+    """The function of the reference. model: that is trained, whose adapters, if it is `adapted`, are off for it where objective.kl
+    names no other; else a model beside it, whole on each rank: that of `began_from`, where objective.kl names none. Raises
+    UserError where it does not fit."""
     kl = objective.section.kl
     assert kl is not None
-    if kl.reference is None and config.adapt is not None:
+    if kl.reference is None and adapted:
         own = log_p_of(objective, model)
 
         def without_adapters(batch: dict[str, Any]) -> Tensor:
@@ -43,7 +45,7 @@ def reference_log_p(config: Config, objective: Policy, model: CausalLM, tokenize
                 return own(batch)
 
         return without_adapters
-    source = kl.reference or (config.init_from and config.init_from.path)
+    source = kl.reference or began_from
     assert source is not None, "Config.problems"
     reference, _ = load_model(source, model.hybrid.dtype, tokenizer, model.device)
     if reference.config.vocab_size != model.config.vocab_size:

@@ -91,7 +91,11 @@ class Rollouts(contextlib.ExitStack):
 
             self.source = ServerSource(section, self.ends, config.seed)
         self.own_log_p = log_p_of(self.objective, model)
-        self.reference = reference_log_p(config, self.objective, model, self.tokenizer) if section.kl else None
+        self.reference = None
+        if section.kl:
+            began_from = config.init_from and config.init_from.path
+            adapted = config.adapt is not None
+            self.reference = reference_log_p(self.objective, model, self.tokenizer, began_from, adapted)
         self.figures = Figures(section, world.size)
         self.coming: list[list[int]] = []
         """Sample ids of this rank for the next steps."""

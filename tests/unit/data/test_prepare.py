@@ -405,6 +405,7 @@ def test_a_tokenizer_without_a_beginning_is_reported(corpus, settings, tmp_path)
     made = settings(corpus, vocab_size=None, tokenizer=str(tmp_path / "tokenizer"), add_bos_token=True)
     with pytest.raises(TokenizerError, match="add_bos_token: the tokenizer has no bos_token"):
         prepare(made)
+    assert not list(Path(made.out).parent.glob("*.partial")), "it was refused, and wrote"
 
 
 def test_waiting_for_another_process_is_reported(tmp_path, monkeypatch, caplog):

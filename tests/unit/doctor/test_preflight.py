@@ -8,12 +8,6 @@ from llmtrain.commands.train import _preflight
 from llmtrain.distributed.world import World
 from llmtrain.doctor import cluster
 from llmtrain.errors import RunError
-from llmtrain.schema.config import Config
-from tests.support.tiny import tiny_config
-
-
-def config(preflight: str) -> Config:
-    return tiny_config(Path("shards"), Path("somewhere"), {"train.preflight": preflight})
 
 
 @pytest.fixture
@@ -27,12 +21,12 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("preflight", "local_size"), [("off", 1), ("on", 2)])
 def test_one_node_or_off_is_not_examined(asked, monkeypatch, preflight, local_size):
     monkeypatch.setattr(cluster, "world_from_environment", lambda: World(0, 2, 0, local_size))
-    _preflight(config(preflight))
+    _preflight(preflight, Path("somewhere"))
     assert asked == []
 
 
 def test_a_fault_ends_a_run_of_several_nodes(asked, monkeypatch):
     monkeypatch.setattr(cluster, "world_from_environment", lambda: World(0, 2, 0, 1))
     with pytest.raises(RunError, match=r"train\.preflight found faults"):
-        _preflight(config("on"))
+        _preflight("on", Path("somewhere"))
     assert asked == ["somewhere"]

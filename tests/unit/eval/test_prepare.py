@@ -9,7 +9,6 @@ from tokenizers import normalizers
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import BadDocuments, EvalError
-from llmtrain.eval.native_task import load_task
 from llmtrain.eval.prepare import Prepared, check_prompts, prepare_steps, read_documents
 from llmtrain.eval.prompts.requests import LoglikelihoodRequest
 from llmtrain.eval.run_config import EvalRun, TaskRun
@@ -32,15 +31,11 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.fixture
-def make(tmp_path):
-    """make(records, shots, **settings): a task of a YAML and a JSONL file; records may be lines of text."""
+def make(make):
+    """make(records, shots, convention, **settings): a run of a task; records may be lines of text."""
 
     def made(records: list[Any], shots: int = 0, convention: str = "lm-eval", **settings: Any) -> TaskRun:
-        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-        (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        task = {"name": "mine", "type": "multiple_choice", "source": {"path": "x.jsonl"}} | settings
-        (tmp_path / "mine.yaml").write_text(json.dumps(task), encoding="utf-8")
-        return TaskRun(load_task(tmp_path / "mine.yaml", convention), shots)
+        return TaskRun(make(records, convention, **settings), shots)
 
     return made
 
@@ -144,8 +139,8 @@ def test_reasoning_that_only_some_records_have(make):
     [
         ('{"query": "a\tb"}', "not JSON: Invalid control character at column 13"),
         ('{"query": "a"', "not JSON: Expecting ',' delimiter at column 14"),
-        ('{"query": ' + "[" * 100_000, "not read: it is nested too deeply"),
-        ('{"gold": ' + "1" * 5000 + "}", "not read: a number has more digits than Python reads"),
+        ('{"query": ' + "[" * 100_000, "not JSON that is read here: nested too deeply"),
+        ('{"gold": ' + "1" * 5000 + "}", "not JSON that is read here: Exceeds the limit"),
         ('{"query": "a", "query": "b"}', "field `query` is there twice"),
         (
             '{"query": NaN, "choices": ["a", "b"], "gold": 0}',

@@ -150,9 +150,9 @@ def test_hooks_see_every_launch(launches: list[Any], monkeypatch: pytest.MonkeyP
     for hook in (lambda: knobs.runtime.launch_enter_hook, lambda: knobs.runtime.launch_exit_hook):
         chain: Any = hook()
         chain.add(print)
-        assert launch._hooked()
+        assert launch.hooked()
         chain.remove(print)
-        assert not launch._hooked()
+        assert not launch.hooked()
 
     def patched(self: Any, *args: Any, **options: Any) -> Any:
         ran.append(1)
@@ -164,14 +164,22 @@ def test_hooks_see_every_launch(launches: list[Any], monkeypatch: pytest.MonkeyP
     assert ran == [1, 1] and isinstance(kernel, Kernel) and len(kernel.kept) == 1
 
 
-def test_on_amd_and_with_constants_by_position_nothing_is_kept(launches: list[Any], monkeypatch: pytest.MonkeyPatch):
-    """AMD's code depends on the size of a tensor's memory too; the key has no values of arguments by position."""
+def test_on_amd_nothing_is_kept(launches: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """AMD's code depends on the size of a tensor's memory too."""
     kernel, x = jit(add), aligned()
-    kernel[(1,)](x, x, x, 16, 1.0, 4)
-    assert isinstance(kernel, Kernel) and not kernel.kept
     monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *rest: Compiled(key, "hip", launches))
     kernel[(1,)](x, x, x, 16, 1.0, WIDTH=5)
-    assert not kernel.kept
+    assert isinstance(kernel, Kernel) and not kernel.kept
+
+
+def test_constants_by_position_are_known_by_their_values(launches: list[Any]):
+    kernel, x = jit(add), aligned()
+    for width in (4, 8, 4, 1):
+        kernel[(1,)](x, x, x, 16, 1.0, width)
+    four, eight, again, one = (key for key, _ in launches)
+    assert four == again and len({four, eight, one}) == 3
+    assert isinstance(kernel, Kernel) and len(kernel.kept) == 3
+    assert [args[14:] for _, args in launches][:3] == [(4, False), (8, False), (4, False)]
 
 
 def test_launches_can_be_left_to_triton(monkeypatch: pytest.MonkeyPatch):

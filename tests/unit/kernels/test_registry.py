@@ -12,6 +12,7 @@ from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.platform import Platform
@@ -172,10 +173,12 @@ SPECS: dict[registry.Operation, registry.Spec] = {
     "mamba_mixer": MambaMixerSpec(Conv1dSpec(640, 4), SSDSpec(8, 64, 64, 1, 256), GatedNormSpec(512, 1, 1e-5)),
     "gated_delta": GatedDeltaSpec(8, 4, 64, 128),
     "kimi_delta": KimiDeltaSpec(4, 4, 64, 128),
+    "mamba3": Mamba3Spec(8, 64, 64, 1, 16),
     "experts": ExpertsSpec(64, 48, 8, 2),
     "attention_step": PLAIN,
     "ssd_step": SSDSpec(8, 64, 64, 1, 256),
     "conv1d_step": Conv1dSpec(64, 4),
+    "mamba3_step": Mamba3Spec(8, 64, 64, 1, 16),
 }
 
 

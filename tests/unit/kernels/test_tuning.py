@@ -276,7 +276,7 @@ CONV = {"kernel": "conv1d.forward", "shape": {"width": 4}}
 TILE = {"block_channels": 64, "parallel_runs": 2, "run_tokens": 8, "step_tokens": 4, "num_warps": 4}
 ROWS = {"block_columns": 64, "max_tiles": 1, "num_warps": 4}
 STORED = {**GOOD["launch"], "rows": 1024, "keys": 1024, "queries": 1024, "from_seq_len": 1}
-PASSING = {"block_dstate": 64, "block_headdim": 64, "num_stages": 2}
+POWER = "num_warps must be a power of two from 1 to 32, not 3"
 
 
 def a_scan(**changes) -> dict:
@@ -341,6 +341,19 @@ def a_scan(**changes) -> dict:
             {"kernel": "rotary", "launch": {"block_tokens": 24, "block_heads": 4, "num_warps": 2}},
             "block_tokens: expected a power of two, not 24",
         ),
+        *(
+            ({"kernel": kernel, "shape": shape, "launch": {**launch, "num_warps": 3}}, POWER)
+            for kernel, shape, launch in (
+                ("conv1d.forward", {"width": 4}, TILE),
+                ("norm.backward", {"dim": 64}, ROWS),
+                ("gated_norm.forward", {"group_size": 64}, ROWS),
+                ("rotary", {"head_dim": 64}, {"block_tokens": 16, "block_heads": 4}),
+            )
+        ),
+        (
+            a_scan(chunk_scan__options={"num_warps": 12}),
+            "chunk_scan: num_warps must be a power of two from 1 to 32, not 12",
+        ),
     ],
 )
 def test_rejects_parameters_by_which_a_kernel_would_compute_wrongly(tmp_path, change, words):
@@ -385,47 +398,25 @@ def test_rejects_old_names_of_a_scans_parameters_with_the_new_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kernel, launch",
-    [
-        (
-            "conv1d.forward",
-            {"block_channels": 64, "parallel_runs": 2, "run_tokens": 8, "step_tokens": 4, "num_warps": 3},
-        ),
-        ("norm.backward", {"block_columns": 64, "max_tiles": 1, "num_warps": 3}),
-        ("gated_norm.forward", {"block_columns": 64, "max_tiles": 1, "num_warps": 3}),
-        ("rotary", {"block_tokens": 16, "block_heads": 4, "num_warps": 3}),
-    ],
-)
-def test_no_kernel_takes_warps_that_are_no_power_of_two(kernel, launch):
-    with pytest.raises(ValueError, match=r"^launch: num_warps must be a power of two from 1 to 32, not 3$"):
-        decode(tuning.KERNELS[kernel].launch, launch, "launch")
-
-
-def test_no_kernel_of_a_scan_takes_warps_that_are_no_power_of_two():
-    row = next(row for row in tuning.read_shipped("sm90").rows if row.kernel == "ssd")
-    launch = encode(row.launch)
-    launch["chunk_scan"] = {**launch["chunk_scan"], "options": {"num_warps": 12}}
-    with pytest.raises(
-        ValueError, match=r"^launch: chunk_scan: num_warps must be a power of two from 1 to 32, not 12$"
-    ):
-        decode(ssd_launch.Launch, launch, "launch")
-
-
-@pytest.mark.parametrize(
     "text, words",
     [
         ("rows: [", "cannot read the tuning table"),
         ("- 1", "has the keys arch, l2_budget, rows"),
-        ("arch: sm90\nrows: []\nl2: 3", "unknown key 'l2'"),
+        ("arch: sm90\nl2_budget: 1\nrows: []\nl2: 3", "unknown key 'l2'"),
         ("arch: sm90\nrows: []", "'l2_budget' must be a positive integer, not None"),
         ("arch: sm90\nl2_budget: 0\nrows: []", "'l2_budget' must be a positive integer, not 0"),
+        ("arch: sm90\nrows:\n- kernel: [\n  dtype: x\n", ": line 5, column 1: did not find expected ',' or ']' while"),
+        ("arch: é\nrows: \x07", ": line 2: YAML does not allow the character '\\x07'"),
+        ("arch: 2026-99-99", ": month must be in 1..12"),
     ],
 )
-def test_a_file_that_is_no_table(tmp_path, text, words):
-    (tmp_path / "t").write_text(text)
-    with pytest.raises(ValueError, match=r"t") as caught:
+def test_rejects_what_is_no_table_in_one_line_with_its_place(tmp_path, text, words):
+    (tmp_path / "t").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
         tuning_table.load(tmp_path / "t", "sm90")
-    assert words in str(caught.value)
+    message, file = str(caught.value), tmp_path / "t"
+    assert message.startswith((f"{file}: ", f"cannot read the tuning table {file}: "))
+    assert words in message and "\n" not in message
 
 
 BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 1}]\n" for i in range(9))
@@ -473,19 +464,3 @@ def test_reads_anchors_and_aliases(tmp_path):
         "- {kernel: attention.dq, dtype: bfloat16, shape: *s, launch: *l, shared: 1, provenance: compiled only}\n")  # fmt: skip
     first, second = tuning_table.load(tmp_path / "t", "sm90", own=True).rows
     assert first.launch == second.launch == Launch(64, 64, 4, 2)
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("arch: sm90\nrows:\n- kernel: [\n  dtype: x\n", "line 5, column 1: did not find expected ',' or ']' while"),
-        ("arch: é\nrows: \x07", "line 2: YAML does not allow the character '\\x07'"),
-        ("arch: 2026-99-99", "month must be in 1..12"),
-    ],
-)
-def test_rejects_what_is_no_yaml_in_one_line_with_its_place(tmp_path, text, words):
-    (tmp_path / "t").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(tmp_path / "t", "sm90")
-    message = str(caught.value)
-    assert message.startswith(f"cannot read the tuning table {tmp_path / 't'}: {words}") and "\n" not in message

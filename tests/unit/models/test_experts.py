@@ -1,6 +1,7 @@
 """Experts and their routers against plain loops over tokens, and what bad settings get."""
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.context import BlockContext
 from llmtrain.models.feed_forward.experts import Experts
 from llmtrain.models.feed_forward.routers import route
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.experts import ExpertsSection, RouterSection
 from llmtrain.schema.load import load_config
@@ -36,7 +38,8 @@ def layer(dtype: torch.dtype = torch.float64, **settings: Any) -> Experts:
             parameter.copy_(torch.randn(parameter.shape, generator=g) / 3)
         for buffer in made.buffers():
             buffer.copy_(torch.randn(buffer.shape, generator=g) / 3)
-        made.load.zero_()
+        for total in step_sums(made):
+            total.zero_()
     return made.to(dtype)
 
 
@@ -174,6 +177,27 @@ def test_noise_is_drawn_in_training_alone():
     assert (
         not torch.equal(first, made(x, WITHOUT)) and (first - made.eval()(x, WITHOUT)).abs().max() < first.abs().max()
     )
+
+
+@pytest.mark.parametrize("capacity", [0.2, 0.7, 1.0, 9.0])
+def test_beyond_its_capacity_an_expert_drops_tokens_in_training_alone(capacity):
+    made = layer(torch.float32, capacity=capacity)
+    x, T, router = torch.randn(1, 11, D, generator=torch.Generator().manual_seed(7)), 11, made.router
+    scores, chosen = F.linear(x[0], cast("Tensor", router.weight)).softmax(-1).topk(2)
+    room, kept = [math.ceil(capacity * T * 2 / 5)] * 5, torch.zeros(T, 2)
+    for rank in range(2):
+        for token in range(T):
+            kept[token, rank] = room[chosen[token, rank]] > 0
+            room[chosen[token, rank]] -= 1
+    weights = scores / scores.sum(-1, keepdim=True) * kept
+    losses = AttachedLosses.named(["balance"], torch.device("cpu"))
+    found = made(x, BlockContext(None, None, losses=losses))
+    expected = made.experts(made.kernel, x[0], chosen, weights)
+    torch.testing.assert_close(found[0], expected)
+    found.sum().backward()
+    assert float(made.metrics()["dropped"]) == pytest.approx(1 - float(kept.mean()))
+    assert (kept.mean() == 1) == (capacity == 9.0)
+    torch.testing.assert_close(made.eval()(x, WITHOUT), layer(torch.float32)(x, WITHOUT))
 
 
 def test_the_balance_of_a_step_counts_earlier_microbatches_too():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llmtrain.flops.peaks import Peak
+from llmtrain.schema.wandb import WandbConfig
 from llmtrain.train.callbacks import throughput
 from llmtrain.train.callbacks.step_rng import StepRNG, step_seed
 from llmtrain.train.callbacks.throughput import Throughput, TokenCost
@@ -25,7 +26,6 @@ from llmtrain.train.report.loggers import (
     WandbLogger,
     read_metrics,
 )
-from tests.support.tiny import tiny_config
 
 
 def state(step: int = 0, tokens: int = 0) -> Any:
@@ -300,16 +300,15 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_another_folder_begins_one(tm
 
     peer = SimpleNamespace(init=init, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", peer)
-    config = tiny_config(tmp_path, tmp_path / "a", {"logging.wandb": {"project": "p"}})
     for folder in ("a", "a", "b"):
-        WandbLogger(config, tmp_path / folder).open()
+        WandbLogger(WandbConfig(project="p"), tmp_path / folder, 1, "run", {}).open()
     assert started == [None, "made1", None]
 
 
 def test_tables_go_to_wandb_under_their_step(monkeypatch, capsys):
     logged: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: (columns, data)))
-    logger = WandbLogger(SimpleNamespace(logging=SimpleNamespace(interval=1)), Path())  # type: ignore[arg-type]
+    logger = WandbLogger(WandbConfig(project="p"), Path(), 1, "run", {})
     logger.run = SimpleNamespace(log=logged.append)
     logger.background = False
     logger.log_table(["task"], [["arc"]], "icl/results", 7)

@@ -1,14 +1,12 @@
 """Shards that are damaged, missing, foreign, cached, or removed again while they are read."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,8 @@ from llmtrain.data.shards.checks import check_streams
 from llmtrain.data.shards.index import ShardError
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig
+from tests.support.prepared import edit_index
+from tests.support.stores import flip
 
 
 def validation(config: DataConfig) -> None:
@@ -113,19 +113,6 @@ def test_a_flipped_bit_in_a_validation_shard_stops_the_run(data, tmp_path, write
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     with pytest.raises(ShardError, match="Checksum failure"):
         validation(config)
-
-
-def flip(file: Path) -> None:
-    damaged = bytearray(file.read_bytes())
-    damaged[-1] ^= 1
-    file.write_bytes(damaged)
-
-
-def edit_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change the last shard's entry."""
-    index = json.loads((folder / "index.json").read_text())
-    edit(index["shards"][-1])
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

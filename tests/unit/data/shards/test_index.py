@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,12 @@ from llmtrain.data.shards.index import Index, ShardError, read_index
 from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.shards.table import ShardTable
 from llmtrain.schema.data import DataConfig
+from tests.support.prepared import edit_index
 
 
 @pytest.fixture
 def folder(tmp_path, write_shards) -> Path:
     return write_shards(tmp_path / "shards", 20)
-
-
-def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the last shard's entry."""
-    index = json.loads((folder / "index.json").read_text())
-    edit(index["shards"][-1])
-    (folder / "index.json").write_text(json.dumps(index))
 
 
 def test_an_index_of_streaming_dataset_is_read(folder):
@@ -37,7 +30,7 @@ def test_an_index_of_streaming_dataset_is_read(folder):
 
 
 def test_a_merged_index_names_files_in_subfolders(folder):
-    change(folder, lambda shard: shard["raw_data"].update(basename="0/shard.00000.mds"))
+    edit_index(folder, lambda shard: shard["raw_data"].update(basename="0/shard.00000.mds"))
     assert read_index(folder) is not None
 
 
@@ -50,7 +43,7 @@ def test_a_shard_that_is_named_twice_is_refused(folder):
 
 @pytest.mark.parametrize("encoding", ["pkl", "pkl:", "list[pkl]", "exec"])
 def test_a_column_that_is_not_plain_data_is_refused(folder, encoding):
-    change(folder, lambda shard: shard.update(column_encodings=[encoding]))
+    edit_index(folder, lambda shard: shard.update(column_encodings=[encoding]))
     with pytest.raises(ShardError, match=r"index.json .*shards\.\d+\.column_encodings\.0: .*(any code|no encoding)"):
         read_index(folder)
 
@@ -66,7 +59,7 @@ WRONG = {
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_token_column_that_holds_no_tokens_is_refused(folder, key, value):
     """Before anything is read: what can be no tokens, and sizes that are not the encoding's."""
-    change(folder, lambda shard: shard.update({key: [value]}))
+    edit_index(folder, lambda shard: shard.update({key: [value]}))
     streams = {"a": {"local": str(folder)}}
     data = DataConfig.model_validate({"seq_len": 8, "train": {"streams": streams}, "num_canonical_nodes": 1})
     [problem] = check_streams(data, 2)
@@ -90,7 +83,7 @@ def test_a_token_column_that_holds_no_tokens_is_refused(folder, key, value):
 def test_an_index_that_contradicts_its_shards_is_refused(folder, key, values):
     """Each shard keeps its columns too; nothing that is read by others is trained on."""
     new = {key: values} if isinstance(key, str) else dict(zip(key, values, strict=True))
-    change(folder, lambda shard: shard.update(new))
+    edit_index(folder, lambda shard: shard.update(new))
     stream = open_place(str(folder))
     assert stream is not None
     with pytest.raises(ShardError, match=r"is damaged: its column_\w+ are .*; the index says"):
@@ -103,7 +96,7 @@ NAMES = ["../x", "../../../x", "/tmp/x", "a/../../x", "", ".", "..", "a//b", "x\
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["raw_data", "zip_data"])
 def test_a_name_that_leaves_the_folder_is_refused(folder, part, name):
-    change(folder, lambda shard: shard[part].update(basename=name))
+    edit_index(folder, lambda shard: shard[part].update(basename=name))
     with pytest.raises(ShardError, match=rf"{part}\.basename: .* names no file inside of the folder"):
         read_index(folder)
 
@@ -123,7 +116,7 @@ def test_a_name_that_leaves_the_folder_is_refused(folder, part, name):
     ],
 )
 def test_what_is_no_index_is_refused(folder, wrong):
-    change(folder, lambda shard: shard.update(wrong))
+    edit_index(folder, lambda shard: shard.update(wrong))
     with pytest.raises(ShardError, match="is not the index of MDS shards"):
         read_index(folder)
 

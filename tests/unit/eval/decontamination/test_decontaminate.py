@@ -7,16 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.decontamination.decontaminate import NgramSet, decontaminate, mds_samples, ngram_hashes, text_samples
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.tasks.documents import Choices, Continuation, Document
-from tests.support.icl import byte_level, some_sentence
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return byte_level()
+from tests.support.icl import some_sentence
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,9 @@ def test_drawn(given, drawn):
         ({"min_p": 0.1}, "min_p: not supported"),
         ({"tempratur": 0.1}, "tempratur: not supported; did you mean temperature?"),
         ({"max_gen_toks": 0}, "max_gen_toks: 0; expected at least 1"),
+        ({"max_gen_toks": "many"}, "max_gen_toks: expected a number"),
         ({"until": 3}, "until: expected texts, found 3"),
+        ({"until": [1]}, "until: expected texts"),
         ({"until": None}, "until: null; write [] for answers without stop texts"),
     ],
 )

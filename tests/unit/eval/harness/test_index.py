@@ -106,7 +106,7 @@ def test_the_installed_harness_is_indexed_in_seconds_without_importing_it():
     assert folder is not None
     began = time.process_time()
     index = TaskIndex([folder])
-    assert time.process_time() - began < 5  # 1 s where this was written
+    assert time.process_time() - began < 5  # 2 s where this was written
     assert index["mmlu"].kind == "group" and index["arc_easy"].kind == "task" and index["squadv2"].kind == "class"
     assert index["ai2_arc"].tasks == {"arc_easy", "arc_challenge"}
     assert not index.unreadable

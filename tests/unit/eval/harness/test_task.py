@@ -16,7 +16,6 @@ from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.task import LmEvalTask, make_task
 from llmtrain.eval.lm_eval.yaml_file import Function
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest, Loglikelihood
-from tests.support.icl import byte_level
 
 CHOICES = {
     "task": "it",
@@ -30,11 +29,6 @@ CHOICES = {
 }
 TEXT = CHOICES | {"output_type": "generate_until", "doc_to_choice": None, "doc_to_target": "{{label}}"}
 ROWS = [{"question": f"is {number} odd?", "label": number % 2} for number in range(6)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_level()
 
 
 def write(file: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -85,33 +79,50 @@ def test_refused_by_name(changes, expected):
     assert str(error.value).startswith("task it: ")
 
 
+def filtered(*filters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"filter_list": [{"name": "x", "filter": [*filters]}]} | more
+
+
+def matched(**settings: Any) -> dict[str, Any]:
+    return {"metric_list": [{"metric": "exact_match", **settings}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"generation_kwargs": {"do_sample": True}},
-            "generation_kwargs.do_sample: answers cannot be drawn at temperature",
-        ),
-        ({"generation_kwargs": {"temperature": 1, "top_p": 2}}, "generation_kwargs.top_p = 2.0: must be above 0"),
-        ({"generation_kwargs": {"min_p": 0.1}}, "generation_kwargs.min_p: not supported"),
-        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs.num_beams: 4; beam search is not supported"),
         ({"generation_kwargs": {"untill": ["x"]}}, "generation_kwargs.untill: not supported; did you mean until?"),
-        ({"generation_kwargs": {"until": [1]}}, "generation_kwargs.until: expected texts"),
-        ({"generation_kwargs": {"max_gen_toks": "many"}}, "generation_kwargs.max_gen_toks: expected a number"),
-        ({"metric_list": [{"metric": "exact_match", "ignore_cases": True}]}, "has no setting 'ignore_cases'"),
-        ({"metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["("]}]}, "'(' is not a regular expression"),
+        (matched(ignore_cases=True), "has no setting 'ignore_cases'"),
+        (matched(regexes_to_ignore=["("]), "'(' is not a regular expression"),
+        (matched(regexes_to_ignore=".,"), "regexes_to_ignore: expected a list of regular"),
+        (matched(regexes_to_ignore=[1]), "expected a regular expression, found 1"),
         ({"metric_list": [{"metric": "f1", "hf_evaluate": True}]}, "of the `evaluate` library (hf_evaluate)"),
+        (filtered({"function": "regexp"}), "no filter 'regexp'; did you mean regex"),
+        (filtered({"function": "regex", "pattern": "x"}), "no setting 'pattern'"),
+        (filtered({"function": "regex", "regex_pattern": "("}), "not a regular"),
         (
-            {"filter_list": [{"name": "x", "filter": [{"function": "regexp"}]}]},
-            "no filter 'regexp'; did you mean regex",
-        ),
-        ({"filter_list": [{"name": "x", "filter": [{"function": "regex", "pattern": "x"}]}]}, "no setting 'pattern'"),
-        ({"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, "not a regular"),
-        (
-            {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": ["a", "b"]}]}]},
+            filtered({"function": "regex", "regex_pattern": ["a", "b"]}),
             "filter_list.0.filter: regex: expected a regular expression, found ['a', 'b']",
         ),
-        ({"filter_list": [{"name": "x", "filter": [{"function": "custom"}]}]}, "custom needs filter_fn"),
+        (filtered({"function": "custom"}), "custom needs filter_fn"),
+        (filtered({"function": "take_first_k", "k": 0}), "take_first_k needs k, a number of answers"),
+        (filtered({"function": "take_first_k", "k": True}), "take_first_k needs k, a number of answers"),
+        (
+            filtered({"function": "map", "mapping_dict": {True: 1}}),
+            "the key True is no text, and no answer can equal it; put yes",
+        ),
+        (
+            filtered({"function": "map", "mapping_dict": {1: "a"}}),
+            "the key 1 is no text, and no answer can equal it; put it in quotes",
+        ),
+        (
+            filtered({"function": "map", "mapping_dict": ["yes"]}),
+            "map needs mapping_dict, a mapping of answers, found ['yes']",
+        ),
+        (filtered({"function": "map"}), "map needs mapping_dict, a mapping of answers, found None"),
+        (
+            filtered({"function": "multi_choice_regex", "regexes_to_ignore": ".,"}),
+            "regexes_to_ignore: expected a list of regular expressions, found '.,'",
+        ),
         (
             {"filter_list": [{"name": "x", "filter": [{"function": one}]} for one in ("lowercase", "uppercase")]},
             "filter_list: two chains are called 'x'",
@@ -119,8 +130,9 @@ def test_refused_by_name(changes, expected):
     ],
 )
 def test_refused_settings_of_generation(changes, expected):
-    with pytest.raises(EvalError, match=re.escape(expected)):
+    with pytest.raises(EvalError, match=re.escape(expected)) as error:
         make_task(TEXT | changes, Path("it.yaml"))
+    assert str(error.value).startswith("task it: ")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ here until someone says what other value it may have.
 
 import contextlib
 import copy
+import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +25,10 @@ from llmtrain.models.config import (
     ParallelMixersBlock,
     SharedAttentionBlock,
 )
-from llmtrain.models.hf.family import Family, UnsupportedModelError, family_of_hf_config
-from llmtrain.models.hf.llama import FAMILY as LLAMA
+from llmtrain.models.hf.family import UnsupportedModelError
 from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
 from llmtrain.models.hf.mpt import FAMILY as MPT
-from llmtrain.models.hf.zamba2 import FAMILY as ZAMBA2
+from llmtrain.models.pattern import Layer, format_pattern, parse_pattern
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.layers import (
     AlibiPosition,
@@ -37,186 +38,45 @@ from llmtrain.models.sections.layers import (
     RotaryPosition,
     YarnScaling,
 )
+from tests.support import hf, hf_families
 
 ATTENTION: dict[str, Any] = {"type": "attention", "n_heads": 4}
 MAMBA: dict[str, Any] = {"type": "mamba2", "d_state": 16, "head_dim": 8}
-COMMON: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "max_seq_len": 48, "dropout": 0.1, "init": {"std": 0.03}}
-ROTARY, SWIGLU = {"type": "rotary"}, {"type": "swiglu", "d_ff": 48}
-AFTER: dict[str, Any] = {"type": "rmsnorm", "place": "after"}
-GEMMA: dict[str, Any] = {
-    "norm": {"type": "rmsnorm", "zero_centered": True, "place": "both"},
-    "embedding_multiplier": 32**0.5,
-    "logit_softcap": 20.0,
+ROTARY = {"type": "rotary"}
+QUICK = {
+    *(
+        "llama",
+        "mpt",
+        "mamba2",
+        "nemotron_h",
+        "zamba2",
+        "bamba",
+        "granitemoehybrid",
+        "falcon_h1",
+        "qwen3_next",
+        "olmo_hybrid",
+    ),
+    *("qwen2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2", "gemma2", "gemma3_text"),
 }
-ATTENTION_MLP = ATTENTION | {"position": ROTARY, "mlp": SWIGLU}
-FURTHER, LOCAL = {"type": "rotary", "theta": 500.0}, {"sliding_window": 9}
-GELU = {"type": "gelu_tanh", "d_ff": 48, "bias": True}
-GDN: dict[str, Any] = {"type": "gated_deltanet", "n_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "mlp": SWIGLU}
-BIASED = ATTENTION_MLP | {"qkv_bias": True, "out_bias": True, "mlp": GELU}
-GEGLU = ATTENTION_MLP | {"softmax_scale": 0.5, "mlp": {"type": "geglu_tanh", "d_ff": 48}}
 
 
-def one(block: dict[str, Any], **model: Any) -> dict[str, Any]:
-    return {"blocks": {"x": block}, "layers": "x*3", **model}
+@functools.cache
+def drawn(name: str) -> dict[str, Any]:
+    """A `model` section that the family expresses, whose first block is x: of a random config of its class."""
+    peer = hf_families.PEERS[name]
+    section = peer.family.read_config(hf.published_config(peer.case(5).config))
+    first, *others = section["blocks"]
+    names = {first: "x"} | {other: other for other in others}
+    layers = [Layer(names[one.block], one.shared and names[one.shared]) for one in parse_pattern(section["layers"])]
+    blocks = {names[block]: content for block, content in section["blocks"].items()}
+    return section | {"blocks": blocks, "layers": format_pattern(layers), "dropout": 0.1, "init": {"std": 0.03}}
 
 
-DECODERS: dict[str, dict[str, Any]] = {
-    "mistral": one(ATTENTION_MLP | {"n_kv_heads": 2, "head_dim": 6} | LOCAL),
-    "qwen2": {
-        "blocks": {"x": ATTENTION_MLP | {"qkv_bias": True}, "y": ATTENTION_MLP | {"qkv_bias": True} | LOCAL},
-        "layers": "x*2 y",
-    },
-    "qwen3": one(ATTENTION_MLP | {"qk_norm": "head"}),
-    "olmo2": one(ATTENTION_MLP | {"qk_norm": "full"}, norm=AFTER),
-    "olmo3": {
-        "blocks": {
-            "x": ATTENTION_MLP | {"qk_norm": "full", "position": FURTHER},
-            "y": ATTENTION_MLP | {"qk_norm": "full"} | LOCAL,
-        },
-        "layers": "y*3 x",
-        "norm": AFTER,
-    },
-    "phi3": one(ATTENTION_MLP | {"position": ROTARY | {"fraction": 0.75}}),
-    "granite": one(
-        ATTENTION_MLP | {"softmax_scale": 0.25, "residual_multiplier": 0.22},
-        embedding_multiplier=12.0,
-        logit_multiplier=1 / 49,
-    ),
-    "gpt_neox": one(BIASED | {"parallel": True}, norm={"type": "layernorm", "bias": True}),
-    "starcoder2": one(BIASED, norm={"type": "layernorm", "bias": True}),
-    "nemotron_h": {
-        "blocks": {
-            "x": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2, "mlp": {"type": "relu2", "d_ff": 48}},
-            "y": ATTENTION | {"n_kv_heads": 2, "mlp": {"type": "relu2", "d_ff": 48}},
-            "z": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2},
-        },
-        "layers": "x z y x",
-        "tie_embeddings": False,
-    },
-    "bamba": {
-        "blocks": {
-            "x": MAMBA | {"dt_limit": (0.01, None), "n_groups": 2, "mlp": SWIGLU},
-            "y": ATTENTION_MLP | {"n_kv_heads": 2, "position": ROTARY | {"fraction": 0.5}},
-        },
-        "layers": "x y x",
-    },
-    "granitemoehybrid": {
-        "blocks": {
-            "x": MAMBA | {"residual_multiplier": 0.22, "mlp": SWIGLU},
-            "y": ATTENTION | {"softmax_scale": 0.25, "residual_multiplier": 0.22, "mlp": SWIGLU},
-        },
-        "layers": "x y x",
-        "embedding_multiplier": 12.0,
-        "logit_multiplier": 1 / 49,
-    },
-    "falcon_h1": one(
-        {
-            "type": "parallel_mixers",
-            "mixers": [
-                MAMBA | {"d_inner": 48, "gated_norm": False, "input_multiplier": 1.25, "residual_multiplier": 0.24},
-                ATTENTION | {"n_kv_heads": 2, "position": ROTARY, "softmax_scale": 0.1, "input_multiplier": 0.5},
-            ],
-            "mlp": SWIGLU | {"activation_multiplier": 0.88, "out_multiplier": 0.59},
-        },
-        embedding_multiplier=5.6,
-        logit_multiplier=0.04,
-    ),
-    "qwen3_next": {
-        "blocks": {
-            "x": GDN | {"n_key_heads": 2},
-            "y": ATTENTION_MLP
-            | {
-                "n_kv_heads": 2,
-                "head_dim": 12,
-                "qk_norm": "head",
-                "output_gate": True,
-                "position": ROTARY | {"fraction": 0.5},
-            },
-        },
-        "layers": "x*2 y",
-        "norm": {"type": "rmsnorm", "zero_centered": True},
-    },
-    "olmo_hybrid": {
-        "blocks": {
-            "x": GDN | {"negative_eigenvalues": True, "gated_norm_eps": 1e-5},
-            "y": ATTENTION_MLP | {"qk_norm": "full", "position": {"type": "none"}, "norm": AFTER | {"eps": 1e-6}},
-        },
-        "layers": "x*2 y",
-        "norm": {"type": "rmsnorm", "eps": 1e-6},
-    },
-    "gemma2": {"blocks": {"x": GEGLU | {"softcap": 9.0}, "y": GEGLU | {"softcap": 9.0} | LOCAL}, "layers": "y x"}
-    | GEMMA,
-    "gemma3_text": {
-        "blocks": {"x": GEGLU | {"qk_norm": "head", "position": FURTHER}, "y": GEGLU | {"qk_norm": "head"} | LOCAL},
-        "layers": "y*5 x",
-        **GEMMA,
-    },
-}
-BASES: dict[str, tuple[Family, dict[str, Any]]] = {
-    "mpt": (
-        MPT,
-        COMMON
-        | {
-            "norm": {"type": "layernorm"},
-            "blocks": {
-                "x": ATTENTION | {"position": {"type": "alibi"}, "clip_qkv": 2.0, "mlp": {"type": "gelu", "d_ff": 128}}
-            },
-            "layers": "x*3",
-        },
-    ),
-    "llama": (
-        LLAMA,
-        COMMON
-        | {
-            "blocks": {
-                "x": ATTENTION
-                | {
-                    "n_kv_heads": 2,
-                    "position": {"type": "rotary", "scaling": {"type": "llama3", "factor": 4.0}},
-                    "mlp": {"type": "swiglu", "d_ff": 48},
-                }
-            },
-            "layers": "x*3",
-        },
-    ),
-    "llama-linear": (
-        LLAMA,
-        COMMON
-        | {
-            "blocks": {
-                "x": ATTENTION
-                | {
-                    "position": {"type": "rotary", "scaling": {"type": "linear", "factor": 4.0}},
-                    "qkv_bias": True,
-                    "out_bias": True,
-                    "mlp": {"type": "swiglu", "d_ff": 48, "bias": True},
-                }
-            },
-            "layers": "x*3",
-        },
-    ),
-    **{name: (family_of_hf_config({"model_type": name}), COMMON | base) for name, base in DECODERS.items()},
-    "mamba2": (MAMBA2, COMMON | {"blocks": {"x": MAMBA | {"dt_limit": (0.01, 2.0)}}, "layers": "x*3"}),
-    "zamba2": (
-        ZAMBA2,
-        COMMON
-        | {
-            "blocks": {
-                "x": MAMBA | {"dt_limit": (0.01, None)},
-                "s": {
-                    "type": "shared_attention",
-                    "n_heads": 4,
-                    "n_shared": 2,
-                    "position": {"type": "rotary"},
-                    "mlp": {"type": "geglu", "d_ff": 48},
-                    "adapter_rank": 4,
-                    "attn_adapter_rank": 4,
-                },
-            },
-            "layers": "x (s+x x)*3",
-        },
-    ),
-}
+BASES = [name for name in hf_families.PEERS if not name.endswith("experts")]
+EVERY_BASE = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in QUICK)) for name in BASES]
+)
+
 
 _MLP = [{"type": "swiglu", "d_ff": 40}, {"type": "gelu", "d_ff": 40}, None]
 _NORM = [{"type": "rmsnorm", "eps": 1e-3}, {"type": "layernorm", "bias": True}, {"type": "layernorm", "eps": 1e-3}]
@@ -422,32 +282,32 @@ def function(config: ModelConfig) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("name", BASES)
+@EVERY_BASE
 def test_a_block_whose_norm_differs_in_its_backend_alone_is_expressed(name):
-    family, base = BASES[name]
+    family, base = hf_families.PEERS[name].family, drawn(name)
     config = ModelConfig.model_validate(base)
     for block, section in config.blocks.items():
         norm = (section.norm or config.norm).model_dump() | {"backend": "reference"}
         assert family.write_config(ModelConfig.model_validate(changed(base, ("blocks", block, "norm"), norm)))
 
 
-@pytest.mark.parametrize("name", BASES)
+@EVERY_BASE
 def test_the_bases_are_expressed(name):
-    family, base = BASES[name]
+    family, base = hf_families.PEERS[name].family, drawn(name)
     config = ModelConfig.model_validate(base)
     written = json.loads(json.dumps(family.write_config(config)))
     assert function(ModelConfig.model_validate(family.read_config(written))) == function(config)
 
 
-@pytest.mark.parametrize("name", BASES)
+@EVERY_BASE
 def test_a_change_is_expressed_or_refused(name):
-    family, base = BASES[name]
+    family, base = hf_families.PEERS[name].family, drawn(name)
     for change, config in changes(base):
         try:
             written = json.loads(json.dumps(family.write_config(config)))
         except UnsupportedModelError as error:
             reasons = error.reasons
-            assert reasons and all(one.startswith("model.") and ": " in one for one in reasons), (change, reasons)
+            assert reasons and all(re.match(r"model\.\S+ = .*: |model: ", one) for one in reasons), (change, reasons)
         else:
             assert function(ModelConfig.model_validate(family.read_config(written))) == function(config), change
 
@@ -458,19 +318,22 @@ def test_every_field_has_other_values():
 
 
 def test_fields_of_training_are_kept_where_there_is_a_place():
-    for name, (family, base) in BASES.items():
-        read = ModelConfig.model_validate(family.read_config(family.write_config(ModelConfig.model_validate(base))))
+    for name in BASES:
+        family = hf_families.PEERS[name].family
+        read = ModelConfig.model_validate(
+            family.read_config(family.write_config(ModelConfig.model_validate(drawn(name))))
+        )
         assert read.init.std == 0.03
         assert read.dropout == (0.1 if name in ("mpt", "gpt_neox") else 0.0)
     mixer = {"chunk_size": 32, "dt_min": 0.01, "dt_max": 0.2}
-    config = ModelConfig.model_validate(changed(BASES["mamba2"][1], ("blocks", "x"), MAMBA | mixer))
+    config = ModelConfig.model_validate(changed(drawn("mamba2"), ("blocks", "x"), MAMBA | mixer))
     found = MAMBA2.read_config(MAMBA2.write_config(config))["blocks"]["m"]
     assert {key: found[key] for key in mixer} == mixer
 
 
 def test_a_refusal_names_the_blocks_own_setting():
     """norm_before_gate is the mixer's, whatever norm the block takes from the model."""
-    family, base = BASES["granitemoehybrid"]
+    family, base = hf_families.PEERS["granitemoehybrid"].family, drawn("granitemoehybrid")
     name = next(name for name, block in base["blocks"].items() if block["type"] == "mamba2")
     config = ModelConfig.model_validate(changed(base, ("blocks", name, "norm_before_gate"), True))
     with pytest.raises(UnsupportedModelError, match=rf"^model\.blocks\.{name}\.norm_before_gate = true"):
@@ -478,10 +341,12 @@ def test_a_refusal_names_the_blocks_own_setting():
 
 
 def test_blocks_of_several_names_must_be_alike():
-    _, base = BASES["mpt"]
-    block = base["blocks"]["x"]
+    base = drawn("mpt")
+    block = base["blocks"]["x"] | {"clip_qkv": 2.0}
     twice = base | {"blocks": {"x": block, "y": block | {"backend": "reference"}}, "layers": "x y"}
     assert MPT.write_config(ModelConfig.model_validate(twice))["n_layers"] == 2
     unlike = twice | {"blocks": {"x": block, "y": block | {"clip_qkv": 1.0}}}
-    with pytest.raises(UnsupportedModelError, match=r"model\.blocks\.y = unlike x in clip_qkv"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^model\.blocks\.y\.clip_qkv = 1.0: .* has 2.0; set clip_qkv: 2.0$"
+    ):
         MPT.write_config(ModelConfig.model_validate(unlike))

@@ -1,0 +1,92 @@
+"""The Triton kernels of Mamba-3: through Triton's interpreter on a CPU, and compiled for GPUs that are not here."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmtrain.kernels import platform, registry
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
+from llmtrain.kernels.platform import Platform
+from tests.support import kernels as support
+from tests.support.interpreter import run_interpreted
+from tests.support.mamba3 import state_of
+
+H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
+PROGRAM = """
+import json, sys
+import torch
+from llmtrain.bench.tune.compiling import compile_only, platform_of
+from llmtrain.kernels.mamba3 import step_triton, triton
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
+from llmtrain.kernels.operation import operation
+from tests.support.mamba3 import state_of
+
+arch, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]]
+spec = Mamba3Spec(*sizes)
+options = triton.build(spec, platform_of(arch), "").options
+tensors, dy = operation("mamba3").inputs(spec, 2, 512, "meta", state=True)
+of_token, (h, angle, last_k, last_v) = tensors[:10], tensors[10:]
+given = (*of_token, h, angle, torch.empty(2, 512, dtype=torch.int64, device="meta"))
+with compile_only(arch) as taken:
+    *_, sums = triton.launch_forward(*given, options)
+    triton.launch_backward(dy, h, angle, last_k, *given, sums, options)
+    step = step_triton.build(spec, platform_of(arch), "")
+    step(*(t[:, 0] for t in of_token[:7]), *of_token[7:], state_of(tensors))
+print(json.dumps(taken))
+"""
+OURS = ("_turn_sums", "_turn", "_turn_bwd", "_turn_ends", "_decays", "_decays_bwd", "_step")
+
+
+def test_the_interpreted_kernels_agree_with_the_reference():
+    run_interpreted("mamba3")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"])
+@pytest.mark.parametrize("sizes", [(8, 64, 128, 1, 32), (4, 64, 128, 2, 64), (4, 128, 64, 1, 16)], ids=str)
+def test_every_kernel_compiles(arch, sizes):
+    """Within the GPU's shared memory; our own without spills."""
+    root, words = Path(__file__).parents[2], [arch, *map(str, sizes)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    taken, limit = json.loads(done.stdout.splitlines()[-1]), platform.shared_limit(arch)
+    assert limit is not None and set(OURS) < {one["kernel"] for one in taken}
+    assert [one for one in taken if one["shared"] > limit or (one["spilled"] and one["kernel"] in OURS)] == []
+
+
+@pytest.mark.parametrize("here, expected", [(H200, "triton"), (platform.cpu(), "reference")])
+def test_auto_takes_them_on_a_gpu(here, expected):
+    spec = Mamba3Spec(4, 64, 128, 1, 32)
+    assert registry.resolve("mamba3", "auto", spec, here).name == expected
+    assert registry.resolve("mamba3_step", "auto", spec, here).name == expected
+
+
+@pytest.mark.parametrize(("field", "size"), [("head_dim", 129), ("d_state", 258)])
+def test_sizes_that_the_scan_does_not_take_are_refused_on_every_machine(field, size):
+    reason = registry.refusal("mamba3", "triton", replace(Mamba3Spec(4, 64, 128, 1, 32), **{field: size}), None)
+    assert reason is not None and f"{field} up to" in reason and f"not {size}" in reason
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_compiled_layer_sees_the_right_shapes(with_state):
+    spec = Mamba3Spec(4, 24, 40, 2, 10)
+    built = registry.resolve("mamba3", "triton", spec, H200).build(spec, H200)
+    tensors = support.inputs("mamba3", spec, 2, 70, state=with_state)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [mode.from_tensor(t.requires_grad_()) for t in tensors]
+        ids = mode.from_tensor(torch.zeros(2, 70, dtype=torch.long))
+        y, last = built(*leaves[:10], state_of(leaves), ids)
+        gradients = torch.autograd.grad(y.float().sum() + sum(t.float().sum() for t in last), leaves)
+    assert (y.shape, y.dtype) == ((2, 70, 4, 24), torch.bfloat16)
+    assert [tuple(t.shape) for t in last] == [(2, 4, 24, 40), (2, 4, 10), (2, 4, 40), (2, 4, 24)]
+    assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, t.dtype) for t in tensors]
