@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.addresses import local_problem
+from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 
 
@@ -15,20 +16,21 @@ def output_path(text: str) -> Path:
     return Path(text)
 
 
-def require_at_least(least: int, args: argparse.Namespace, *names: str) -> None:
-    """Check options that hold a number or None. Raises UserError for one below `least`, and for NaN."""
+def require(args: argparse.Namespace, *names: str, least: float | None = None, most: float | None = None) -> None:
+    """Check options that hold a number or None. Raises UserError for one beyond these bounds, and for NaN."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not value >= least:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and least is not None and not value >= least:
+            raise UserError(f"{option} {value}: expected at least {least}")
+        if value is not None and most is not None and not value <= most:
+            raise UserError(f"{option} {value}: expected at most {most}")
 
 
-def require_at_most(most: int, args: argparse.Namespace, *names: str) -> None:
-    """Check options that hold a number or None. Raises UserError for one above `most`."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value > most:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at most {most}")
+def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """The positional FILE of a run, and settings that replace its own."""
+    parser.add_argument("file", nargs="?" if optional else None, metavar="FILE", help=CONFIG_HELP)
+    # With a default, argparse does not ask for them when FILE is missing.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
 
 
 EMA_HELP = "the moving average of the weights, which a run with train.ema keeps, in their place"

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from llmtrain.commands.arguments import output_path, require_at_least, require_at_most
-from llmtrain.config.shipped import CONFIG_HELP
+from llmtrain.commands.arguments import add_config, output_path, require
 from llmtrain.errors import UserError
 
 MOST_WORKERS, MOST_DRAWS, MOST_SECONDS, MOST_REQUESTS = 1024, 10_000, 10**6, 10**6
@@ -33,8 +32,7 @@ def _add_tune(commands) -> None:
         epilog="examples: llmtrain bench tune my-model.yaml; "
         "llmtrain bench tune --operation attention --shape head_dim=96 --kernels forward",
     )
-    sub.add_argument("file", nargs="?", metavar="FILE", help=CONFIG_HELP)
-    sub.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
+    add_config(sub, optional=True)
     sub.add_argument("--again", action="store_true", help="with FILE: also what is tuned and measured already")
     sub.add_argument(
         "--operation",
@@ -177,8 +175,8 @@ def _add_serve(commands) -> None:
 
 
 def tune(args: argparse.Namespace) -> int:
-    require_at_least(1, args, "top", "workers")
-    require_at_most(MOST_WORKERS, args, "workers")
+    require(args, "top", least=1)
+    require(args, "workers", least=1, most=MOST_WORKERS)
     if args.file is not None:
         from llmtrain.bench.tune.config_command import run as run_config
         from llmtrain.schema.load import load_config
@@ -190,11 +188,9 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def kernels(args: argparse.Namespace) -> int:
-    require_at_least(1, args, "workers", "draws")
-    require_at_least(0, args, "compile_seconds")
-    require_at_most(MOST_WORKERS, args, "workers")
-    require_at_most(MOST_DRAWS, args, "draws")
-    require_at_most(MOST_SECONDS, args, "compile_seconds")
+    require(args, "workers", least=1, most=MOST_WORKERS)
+    require(args, "draws", least=1, most=MOST_DRAWS)
+    require(args, "compile_seconds", least=0, most=MOST_SECONDS)
     from llmtrain.bench.kernels.command import run
 
     return run(args)
@@ -207,10 +203,10 @@ def train(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    require_at_least(1, args, "requests", "ids")
-    require_at_least(0, args, "warm_up", "spread")
-    require_at_most(1, args, "spread")
-    require_at_most(MOST_REQUESTS, args, "requests", "warm_up")
+    require(args, "requests", least=1, most=MOST_REQUESTS)
+    require(args, "ids", least=1)
+    require(args, "warm_up", least=0, most=MOST_REQUESTS)
+    require(args, "spread", least=0, most=1)
     for name in ("rates", "users", "burstiness", "request_seconds"):
         given = getattr(args, name)
         if any(not one > 0 for one in (given if isinstance(given, list) else [given]) if one is not None):

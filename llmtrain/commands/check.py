@@ -3,9 +3,10 @@
 import argparse
 from collections import Counter
 
+from llmtrain.commands.arguments import add_config
 from llmtrain.config.config_type import is_evaluation
 from llmtrain.config.report import ConfigError
-from llmtrain.config.shipped import CONFIG_HELP, config_title, find_config
+from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.yaml_source import read_file
 from llmtrain.schema.config import Config
 
@@ -17,8 +18,7 @@ def add_check(subparsers: argparse._SubParsersAction) -> None:
         description="Says everything that is wrong with the YAML of a run or of an evaluation, each with its key, what was found "
         "and what is allowed. Exit status 2 when anything is.",
     )
-    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
+    add_config(parser)
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="check the batch and the sharding for N ranks (GPUs) too"
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmtrain.commands.arguments import output_path
+from llmtrain.commands.arguments import output_path, require
 from llmtrain.errors import UserError
 from llmtrain.tables import aligned
 
@@ -130,8 +130,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_convert(args: argparse.Namespace) -> int:
     from llmtrain.config.output_folder import refuse_existing
 
-    if args.shards is not None and args.shards < 1:
-        raise UserError(f"--shards {args.shards}: expected at least 1")
+    require(args, "shards", least=1)
     if args.to == "llmtrain" and (args.dtype != "auto" or args.tokenizer):
         raise UserError("--dtype and --tokenizer have no effect with --to llmtrain, which keeps every number as it is")
     refuse_existing(args.out)  # before torch is imported
@@ -171,8 +170,7 @@ def _selected(found: Sequence[Checkpoint], args: argparse.Namespace) -> list[Che
         return selected
     if args.before is not None:
         return [item for item in found if item.step < args.before]
-    if args.keep_last < 1:
-        raise UserError(f"--keep-last {args.keep_last}: expected at least 1")
+    require(args, "keep_last", least=1)
     good = [item for item in found if item.manifest]
     if not good:
         raise UserError(f"{args.run} has no good checkpoint to keep; name one with --step")

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.config.shipped import CONFIG_HELP
+from llmtrain.commands.arguments import add_config
 from llmtrain.errors import UserError
 from llmtrain.flops import mfu as arithmetic
 from llmtrain.flops.peaks import Device, device_by_short_name
@@ -27,8 +27,7 @@ def add_describe(subparsers: argparse._SubParsersAction) -> None:
         help="parameters, FLOPs, memory and expected speed of a config",
         description="Says what a config amounts to, in seconds and without a GPU, however large the model is.",
     )
-    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those in FILE")
+    add_config(parser)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="GPUs of the run (default 1)")
     parser.add_argument("--gpu", metavar="NAME", help="h200, mi300x, ...: adds expected tokens/s and days")
     parser.add_argument(

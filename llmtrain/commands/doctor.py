@@ -6,8 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from llmtrain.commands.arguments import add_config
 from llmtrain.commands.processes import chosen_processes, joins_a_launcher
-from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 
 
@@ -21,8 +21,7 @@ def add_doctor(commands) -> None:
         "a backend that FILE names, or something else that it asks for, is not to be had here. "
         "With --cluster: every node and GPU of a job, under torchrun or srun, or of this machine.",
     )
-    sub.add_argument("file", nargs="?", metavar="FILE", help=CONFIG_HELP)
-    sub.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
+    add_config(sub, optional=True)
     sub.add_argument(
         "--dtype",
         metavar="NAME",

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtrain.commands.arguments import add_model, add_model_options, load
+from llmtrain.commands.arguments import add_model, add_model_options, load, require
 from llmtrain.config.regular_file import parse_json, read_text
 from llmtrain.errors import UserError
 from llmtrain.logs import log
@@ -61,10 +61,7 @@ MOST = 1 << 20
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    if args.max_new_tokens < 1 or args.batch_size < 1:
-        raise UserError("--max-new-tokens and --batch-size must be at least 1")
-    if max(args.max_new_tokens, args.batch_size) > MOST:  # memory of so many is taken before the first one
-        raise UserError(f"--max-new-tokens and --batch-size are at most {MOST:,}")
+    require(args, "max_new_tokens", "batch_size", least=1, most=MOST)  # memory of so many is taken before the first one
     if "" in args.stop:
         raise UserError("--stop '' would end every answer at once; give some text")
     if not args.chat and (given := [name for name in ("system", "chat_template") if getattr(args, name) is not None]):

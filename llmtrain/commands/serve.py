@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from llmtrain.commands.arguments import add_model, add_model_options, load, require_at_least, require_at_most
+from llmtrain.commands.arguments import add_model, add_model_options, load, require
 from llmtrain.config.regular_file import read_text
 from llmtrain.errors import UserError
 
@@ -48,12 +48,11 @@ def add_serve(commands) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    require_at_least(0, args, "port", "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds")
-    require_at_least(1, args, "rows", "max_len", "piece", "max_body")
-    require_at_most(65535, args, "port")
-    require_at_most(10**6, args, "rows", "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds")
-    require_at_most(10**8, args, "max_len", "piece")
-    require_at_most(1 << 40, args, "max_body")
+    require(args, "port", least=0, most=65535)
+    require(args, "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds", least=0, most=10**6)
+    require(args, "rows", least=1, most=10**6)
+    require(args, "max_len", "piece", least=1, most=10**8)
+    require(args, "max_body", least=1, most=1 << 40)
     key = _key(args.key_file)
     from llmtrain.data.chat.template import ChatError, find_template
     from llmtrain.generate.engine import Engine

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.commands.arguments import add_config
 from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher
-from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 from llmtrain.schema.config import Config
 
@@ -39,9 +39,7 @@ def add_train(commands) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `llmtrain train` and scripts/train.py share."""
-    parser.add_argument("file", metavar="FILE", help=CONFIG_HELP)
-    # With a default, argparse does not ask for them when FILE is missing.
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
+    add_config(parser)
     parser.add_argument(
         "--fresh", action="store_true", help="start anew; earlier checkpoints and logs of the run are moved aside"
     )

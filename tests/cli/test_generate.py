@@ -148,7 +148,7 @@ def test_a_name_that_is_nothing_is_refused(capsys, monkeypatch):
         (["--top-k", "0"], "top_k"),
         (["--top-p", "2"], "top_p"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
-        (["--max-new-tokens", "99999999999"], "--max-new-tokens and --batch-size are at most 1,048,576"),
+        (["--max-new-tokens", "99999999999"], "--max-new-tokens 99999999999: expected at most 1048576"),
         (["--stop", ""], "--stop"),
         (["--system", "Be brief."], "--system goes with --chat"),
         (["--chat-template", "chatml"], "--chat-template goes with --chat"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.gated_delta.operators import differentiable
+from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
@@ -29,7 +29,7 @@ def build(spec: GatedDeltaSpec, platform: Platform, variant: str) -> FlaGatedDel
     return FlaGatedDelta()
 
 
-class FlaGatedDelta:
+class FlaGatedDelta(OperatorRule):
     """The signature of ReferenceGatedDelta. document_ids may also fall.
 
     Raises UserError for a version of fla-core that cannot be imported, or has other functions.
@@ -38,13 +38,7 @@ class FlaGatedDelta:
     def __init__(self) -> None:
         module = "fla.ops.gated_delta_rule.chunk"
         checked("gated_delta", (module, "chunk_gated_delta_rule_fwd"), (module, "chunk_gated_delta_rule_bwd"))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceGatedDelta -> y like v, and the last state in fp32."""
-        return fla_gated_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
+        super().__init__(fla_gated_delta_forward)
 
 
 def checked(operation: str, *functions: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Form of the gradients of delta rules' operators, and arguments of their kernels' launches."""
+"""Delta rules by operators: how they are called, the form of their gradients, and arguments of their kernels' launches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ from llmtrain.kernels.operators import register_autograd
 
 INPUTS = 7
 """q, k, v, log_decay, beta, the initial state and document_ids; what follows them are settings."""
+
+
+class OperatorRule:
+    """The signature of ReferenceGatedDelta, or ReferenceKimiDelta, by an operator of INPUTS tensors and settings. document_ids may
+    also fall. q, k and v may be slices of a projection."""
+
+    def __init__(self, operator: Any, *settings: Any):
+        self.operator, self.settings = operator, settings
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """y like v, and the last state in fp32."""
+        return self.operator(q, k, v, log_decay, beta, initial_state, document_ids, *self.settings)[:2]
 
 
 def differentiable(forward: Any, backward: Any) -> None:

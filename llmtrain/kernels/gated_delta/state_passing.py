@@ -30,6 +30,16 @@ def load_state(x, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: 
 
 
 @triton.jit
+def first_state(x, c, e, GIVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """The state, or gradient, that a program begins with: that which is given, or zeros."""
+    if GIVEN:
+        state = load_state(x, c, e, K, V, BK, BV)
+    else:
+        state = tl.zeros((BK, BV), dtype=tl.float32)
+    return state
+
+
+@triton.jit
 def store_state(x, state, c, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     mask = inside(c, K, BK)[:, None] & inside(e, V, BV)[None, :]
     tl.store(x + c[:, None] * V + e[None, :], state, mask=mask)
@@ -52,8 +62,8 @@ def state_passing_kernel(
     initial += (row * H + head) * K * V
     final += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    state = load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = load_state(initial, d, e, K, V, BK, BV) if INITIAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    state = first_state(initial, c, e, INITIAL, K, V, BK, BV)
+    second = first_state(initial, d, e, INITIAL and K > BK, K, V, BK, BV)
     for chunk in range(chunks):
         begin = tl.cast(chunk, tl.int64) * C
         there = o < T - begin
@@ -106,8 +116,8 @@ def state_passing_bwd_kernel(
     d_final += (row * H + head) * K * V
     d_initial += (row * H + head) * K * V
     dtype = k.dtype.element_ty
-    d_state = load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
-    second = load_state(d_final, d, e, K, V, BK, BV) if FINAL and K > BK else tl.zeros((BK, BV), dtype=tl.float32)
+    d_state = first_state(d_final, c, e, FINAL, K, V, BK, BV)
+    second = first_state(d_final, d, e, FINAL and K > BK, K, V, BK, BV)
     for n in range(chunks):
         chunk = chunks - 1 - n
         begin = tl.cast(chunk, tl.int64) * C

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmtrain.kernels.gated_delta import chunk_outputs, chunk_transform, state_passing
 from llmtrain.kernels.gated_delta.operators import (
+    OperatorRule,
     blocks,
     differentiable,
     heads_in_order,
@@ -62,19 +63,9 @@ def build(spec: GatedDeltaSpec, platform: Platform, variant: str) -> TritonGated
     return TritonGatedDelta(launch_for(spec, platform))
 
 
-class TritonGatedDelta:
-    """The signature of ReferenceGatedDelta. document_ids may also fall. q, k and v may be slices of a projection."""
-
+class TritonGatedDelta(OperatorRule):
     def __init__(self, launch: Launch):
-        self.options, self.chunk_size = launch.dump(), launch.chunk_size
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceGatedDelta -> y like v, and the last state in fp32."""
-        given = (q, k, v, log_decay, beta, initial_state, document_ids)
-        return gated_delta_forward(*given, self.chunk_size, self.options)[:2]
+        super().__init__(gated_delta_forward, launch.chunk_size, launch.dump())
 
 
 def launch_forward(

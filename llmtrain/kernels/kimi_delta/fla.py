@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.gated_delta.fla import CHUNK, Sequences, checked, like_inputs
-from llmtrain.kernels.gated_delta.operators import differentiable
+from llmtrain.kernels.gated_delta.operators import OperatorRule, differentiable
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.operators import operator
 from llmtrain.kernels.platform import Platform
@@ -17,7 +17,7 @@ def build(spec: KimiDeltaSpec, platform: Platform, variant: str) -> FlaKimiDelta
     return FlaKimiDelta()
 
 
-class FlaKimiDelta:
+class FlaKimiDelta(OperatorRule):
     """The signature of ReferenceKimiDelta. document_ids may also fall.
 
     Raises UserError for a version of fla-core that cannot be imported, or has other functions.
@@ -25,13 +25,7 @@ class FlaKimiDelta:
 
     def __init__(self) -> None:
         checked("kimi_delta", ("fla.ops.kda.chunk_fwd", "chunk_kda_fwd"), ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd"))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
-        return fla_kimi_delta_forward(q, k, v, log_decay, beta, initial_state, document_ids)[:2]
+        super().__init__(fla_kimi_delta_forward)
 
 
 def launch_forward(

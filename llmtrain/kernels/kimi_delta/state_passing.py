@@ -7,7 +7,7 @@ and keys come with their decays; names are as in gated_delta/state_passing.py.
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside
-from llmtrain.kernels.gated_delta.state_passing import load_state, load_tokens, load_turned, store_state
+from llmtrain.kernels.gated_delta.state_passing import first_state, load_tokens, load_turned, store_state
 from llmtrain.kernels.launch import jit
 
 
@@ -26,7 +26,7 @@ def state_passing_kernel(
     initial += (row * H + head) * K * V
     final += (row * H + head) * K * V
     dtype = k_start.dtype.element_ty
-    state = load_state(initial, c, e, K, V, BK, BV) if INITIAL else tl.zeros((BK, BV), dtype=tl.float32)
+    state = first_state(initial, c, e, INITIAL, K, V, BK, BV)
     for chunk in range(chunks):
         begin = tl.cast(chunk, tl.int64) * C
         there = o < T - begin
@@ -64,7 +64,7 @@ def state_passing_bwd_kernel(
     d_final += (row * H + head) * K * V
     d_initial += (row * H + head) * K * V
     dtype = k_start.dtype.element_ty
-    d_state = load_state(d_final, c, e, K, V, BK, BV) if FINAL else tl.zeros((BK, BV), dtype=tl.float32)
+    d_state = first_state(d_final, c, e, FINAL, K, V, BK, BV)
     for n in range(chunks):
         chunk = chunks - 1 - n
         begin = tl.cast(chunk, tl.int64) * C

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_delta.operators import (
+    OperatorRule,
     blocks,
     differentiable,
     heads_in_order,
@@ -39,19 +40,9 @@ def default_launch(spec: KimiDeltaSpec, platform: Platform) -> Launch:
     return tuning.select("kimi_delta", spec.dtype, {"key_head_dim": spec.key_head_dim}, platform).launch
 
 
-class TritonKimiDelta:
-    """The signature of ReferenceKimiDelta. document_ids may also fall. q, k and v may be slices of a projection."""
-
+class TritonKimiDelta(OperatorRule):
     def __init__(self, launch: Launch):
-        self.options, self.chunk_size = launch.dump(), launch.chunk_size
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """q: [batch, T, key heads, key_head_dim] and so on, as in ReferenceKimiDelta -> y like v, and the last state in fp32."""
-        given = (q, k, v, log_decay, beta, initial_state, document_ids)
-        return kimi_delta_forward(*given, self.chunk_size, self.options)[:2]
+        super().__init__(kimi_delta_forward, launch.chunk_size, launch.dump())
 
 
 def launch_forward(

@@ -5,11 +5,12 @@ the next token reads it once more. Numbers per token and head, as in ssd/chunk_c
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit
-from llmtrain.kernels.ssd.chunk_cumsum import begins, of_steps
+from llmtrain.kernels.ssd.chunk_cumsum import begins, load_terms, log_decay_gradient
 
 _HEADS_PER_PROGRAM = 16
 
@@ -73,7 +74,7 @@ def _decays(
     if largest is not None:
         tl.store(largest + (row * n_heads + h) * chunks + chunk, tl.max(weight, 0), mask=h < n_heads)
     if document_ids is not None and block == 0:
-        new = begins(document_ids + row * seq_len, t, seq_len)
+        new = begins(document_ids, row, t, seq_len)
         tl.store(seq_idx + row * (chunks * CHUNK) + t, tl.cumsum(new.to(tl.int32), 0))
 
 
@@ -91,21 +92,23 @@ def _decays_bwd(
     at = (row * seq_len + t)[:, None] * n_heads + h[None, :]
     weight = _weights(dt, later, document_ids, at, row, t, valid, seq_len, n_heads)
     of_head = (row * n_heads + h) * (HEAD_PARTS * chunks) + chunk
-    d_w, same, d_decay = of_steps(
-        ddA_terms, dA_cumsum, ddA_blocks, ddA_state, weight, of_head, h, q[:, None], valid, h < n_heads, row, chunk, chunks,
-        n_heads, CHUNK, PARTS, DSTATE_BLOCKS, HEAD_PARTS,
-    )  # fmt: skip
+    earlier, after_pairs, same, after = load_terms(
+        ddA_terms, dA_cumsum, ddA_blocks, of_head, q[:, None], valid, chunks, CHUNK, DSTATE_BLOCKS, HEAD_PARTS
+    )
+    d_decay = log_decay_gradient(
+        earlier, after_pairs, after, weight, ddA_state, h, h < n_heads, row, chunk, chunks, n_heads, PARTS, HEAD_PARTS
+    )
     tl.store(d_log_decay + at, d_decay, mask=valid)
-    tl.store(d_weight + at, d_w, mask=valid)
+    tl.store(d_weight + at, after_pairs + after, mask=valid)
     tl.store(d_skip + at, same, mask=valid)
 
 
-@jit
+@triton.jit
 def _weights(dt, later, document_ids, at, row, t, valid, seq_len, n_heads):
     """Weights of tokens for later ones, [tokens, heads]; 0 where it is not valid. at: their places in dt."""
     followed = (t < seq_len - 1)[:, None] & valid
     if document_ids is not None:
-        followed = followed & (begins(document_ids + row * seq_len, t + 1, seq_len) == 0)[:, None]
+        followed = followed & (begins(document_ids, row, t + 1, seq_len) == 0)[:, None]
     own = tl.load(dt + at, mask=valid, other=0.0) * tl.load(later + at, mask=valid, other=0.0)
     after, share = (
         tl.load(dt + at + n_heads, mask=followed, other=0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -107,7 +108,7 @@ def _step(
     tl.store(angle + of_head * ANGLES + n // 2, now, mask=turns & (n % 2 == 0))
 
 
-@jit
+@triton.jit
 def _turned(x, bias, n, inside, turns, cos, sin):
     """Channels n, biased and turned with their neighbours."""
     own = tl.load(x + n, mask=inside, other=0.0).to(tl.float32) + tl.load(bias + n, mask=inside, other=0.0).to(

@@ -5,6 +5,7 @@ fp64, a few numbers per tile) are where the next tile begins. So no tensor holds
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -120,13 +121,13 @@ def _turn_sums(
         tl.store(to, tl.sum(rates * step[:, None], 0), mask=i < ANGLES)
 
 
-@jit
+@triton.jit
 def _load_rates(rate, row, t, i, seq_len, ANGLES: tl.constexpr):
     inside = (t < seq_len)[:, None] & (i < ANGLES)[None, :]
     return tl.load(rate + (row * seq_len + t)[:, None] * ANGLES + i[None, :], mask=inside, other=0.0)
 
 
-@jit
+@triton.jit
 def _angles(rates, step, first, sums, of_head, i, tile, tiles, ANGLES: tl.constexpr):
     """Angles of a tile's tokens, [TILE, PAIRS]. of_head: head, counted over all rows."""
     begin = tl.load(sums + (of_head * ANGLES + i) * tiles + tile - 1, mask=(i < ANGLES) & (tile > 0), other=0.0)
@@ -136,7 +137,7 @@ def _angles(rates, step, first, sums, of_head, i, tile, tiles, ANGLES: tl.conste
     return tl.cumsum(rates * step[:, None], 0) + begin.to(tl.float32)[None, :]
 
 
-@jit
+@triton.jit
 def cos_sin(x):
     """Cosine and sine to fp32's accuracy, of radians below 1e4 in magnitude: what needs more is taken off before.
 
@@ -154,7 +155,7 @@ def cos_sin(x):
     return tl.where((quarter == 1) | (quarter == 2), -cos, cos), tl.where(quarter >= 2, -sin, sin)
 
 
-@jit
+@triton.jit
 def _load_pairs(base, t, i, token, inside, PAIRS: tl.constexpr):
     """The two halves of each pair of channels, [tokens, PAIRS] in fp32. inside: [tokens, 2 * PAIRS]."""
     c = tl.arange(0, 2 * PAIRS)
@@ -162,13 +163,13 @@ def _load_pairs(base, t, i, token, inside, PAIRS: tl.constexpr):
     return tl.split(both.reshape(t.shape[0], PAIRS, 2))
 
 
-@jit
+@triton.jit
 def _join(a, b, PAIRS: tl.constexpr):
     """Pairs of channels side by side. a, b: [tokens, PAIRS]."""
     return tl.join(a, b).reshape(a.shape[0], 2 * PAIRS)
 
 
-@jit
+@triton.jit
 def _load_bias(bias, head, i, ANGLES: tl.constexpr, D_STATE: tl.constexpr):
     at = bias + head * D_STATE + 2 * i
     a = tl.load(at, mask=i < ANGLES, other=0.0).to(tl.float32)
@@ -268,7 +269,7 @@ def _turn_bwd(
     partials += (row * tiles + tile) * (N_HEADS * (2 * D_STATE + 1))
     followed = (t > 0) & (t < seq_len)
     if document_ids is not None:
-        followed = followed & (begins(document_ids + row * seq_len, t, seq_len) == 0)
+        followed = followed & (begins(document_ids, row, t, seq_len) == 0)
     begin = group * PER_GROUP + block * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * PER_GROUP)):
         of_token, of_head = (row * seq_len + t) * N_HEADS + head, row * N_HEADS + head

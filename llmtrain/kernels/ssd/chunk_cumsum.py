@@ -116,16 +116,16 @@ def _chunk_cumsum_fwd(
         tl.store(largest_dt + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
-        new = begins(document_ids + row * seq_len, t, seq_len)
+        new = begins(document_ids, row, t, seq_len)
         tl.store(seq_idx + row * padded + t, tl.cumsum(new.to(tl.int32), 0))
 
 
 @triton.jit
-def begins(document_ids, t, seq_len):
+def begins(document_ids, row, t, seq_len):
     """Tokens that begin a document. Nothing precedes the first but the initial state, which belongs to its document."""
     inside = (t > 0) & (t < seq_len)
-    this = tl.load(document_ids + t, mask=inside, other=0)
-    last = tl.load(document_ids + t - 1, mask=inside, other=0)
+    this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
+    last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
     return this != last
 
 
@@ -156,13 +156,15 @@ def _chunk_cumsum_bwd(
 
     q = tl.arange(0, CHUNK)[:, None]
     of_head = (row * n_heads + h) * (HEAD_PARTS * chunks) + chunk  # first of its parts
-    d_step, same, d_log_decay = of_steps(
-        ddA_terms, dA_cumsum, ddA_blocks, ddA_state, step, of_head, h, q, valid, h_valid, row, chunk, chunks, n_heads,
-        CHUNK, PARTS, DSTATE_BLOCKS, HEAD_PARTS,
-    )  # fmt: skip
+    earlier, later, same, after = load_terms(
+        ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, chunks, CHUNK, DSTATE_BLOCKS, HEAD_PARTS
+    )
     n_groups = (n_heads + per_group - 1) // per_group
     cb_diagonal += ((row * chunks + chunk) * n_groups + h[None, :] // per_group) * CHUNK + tl.arange(0, CHUNK)[:, None]
-    d_step += tl.load(cb_diagonal, mask=valid, other=0.0) * same
+    d_step = later + tl.load(cb_diagonal, mask=valid, other=0.0) * same + after
+    d_log_decay = log_decay_gradient(
+        earlier, later, after, step, ddA_state, h, h_valid, row, chunk, chunks, n_heads, PARTS, HEAD_PARTS
+    )
 
     rate = tl.load(A + h, mask=h_valid, other=0.0).to(tl.float32)
     d_shifted = tl.where(passes, (d_step + d_log_decay * rate[None, :]) * tl.sigmoid(shifted), 0.0)
@@ -176,16 +178,25 @@ def _chunk_cumsum_bwd(
 
 
 @triton.jit
-def of_steps(
-    ddA_terms, dA_cumsum, ddA_blocks, ddA_state, step, of_head, h, q, valid, h_valid, row, chunk, chunks, n_heads,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, DSTATE_BLOCKS: tl.constexpr, HEAD_PARTS: tl.constexpr,
+def load_terms(
+    ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, chunks,
+    CHUNK: tl.constexpr, DSTATE_BLOCKS: tl.constexpr, HEAD_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of tokens' steps where they act on later tokens, same_j, and gradients of log-decays; see chunk_cumsum_bwd."""
+    """earlier, later, same and after of chunk_cumsum_bwd, summed over a head's parts. of_head: the first of them, and the chunk."""
     earlier, later, same, after = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
     for _ in range(1, HEAD_PARTS):
         of_head += chunks
         more = _terms(ddA_terms, dA_cumsum, ddA_blocks, of_head, q, valid, CHUNK, DSTATE_BLOCKS)
         earlier, later, same, after = earlier + more[0], later + more[1], same + more[2], after + more[3]
+    return earlier, later, same, after
+
+
+@triton.jit
+def log_decay_gradient(
+    earlier, later, after, step, ddA_state, h, h_valid, row, chunk, chunks, n_heads,
+    PARTS: tl.constexpr, HEAD_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the natural logarithm of tokens' decays, [tokens, heads]."""
     # The log-decay of a token acts on all that passes it: from an earlier token, or the state before the chunk, to
     # this one or a later one; from earlier tokens to the state after the chunk; and from state to state.
     on_end = step * after
@@ -194,7 +205,7 @@ def of_steps(
         at = ddA_state + (((row * chunks + chunk) * PARTS + part) * n_heads + h) * HEAD_PARTS
         for head_part in range(HEAD_PARTS):
             d_log_decay += tl.load(at + head_part, mask=h_valid, other=0.0)[None, :]
-    return later + after, same, d_log_decay
+    return d_log_decay
 
 
 @triton.jit

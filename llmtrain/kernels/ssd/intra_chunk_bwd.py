@@ -30,7 +30,6 @@ from llmtrain.kernels.ssd.triton_forward import (
     padded,
     skip_options,
     tma_descriptor,
-    up_to,
 )
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
@@ -213,9 +212,11 @@ def _intra_chunk_bwd(
         u = tl.dot(decayed.to(dy_tile.dtype), dy_tile, acc=u, input_precision=PRECISION)
         # Where j = i nothing decays: in da the term cancels, and its rounding could be all that is left, so it is left out there.
         skip = load_skip(D, row, head, N_HEADS, first + q, tokens, HEAD_PARTS, TOKEN_SKIP)
-        if not TOKEN_SKIP:
-            skip = (skip + same * dt)[:, None]
-        d_x = u * dt[:, None] + skip * dy_tile.to(tl.float32)
+        if TOKEN_SKIP:
+            d_x = u * dt[:, None] + skip * dy_tile.to(tl.float32)
+        else:
+            on_dy = skip + same * dt
+            d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
         if USE_TMA:
             dx.store([token, head * HEAD_DIM], d_x.to(dx.dtype))
         else:
@@ -223,7 +224,10 @@ def _intra_chunk_bwd(
             inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
             tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
 
-    pair_mask = up_to(q[None, :], q[:, None], TOKEN_SKIP)
+    if TOKEN_SKIP:
+        pair_mask = q[:, None] < q[None, :]
+    else:
+        pair_mask = q[:, None] <= q[None, :]
     if seq_idx is not None:
         if KEEP_CB:  # loaded anew: over the loop it would cost registers
             seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)

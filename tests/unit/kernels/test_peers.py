@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import itertools
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.kimi_delta import fla as kimi_delta_fla
 from llmtrain.kernels.kimi_delta.reference import ReferenceKimiDelta
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
+from llmtrain.kernels.mamba3.reference import ReferenceMamba3
+from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operation import Shape, operation
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -340,4 +343,25 @@ def test_fla_beside_our_scan_is_called_with_what_mamba_2_means(monkeypatch, grou
     with torch.compiler.set_stance("force_eager"):
         found = peers.gated_linear_attention()(*tensors)
     exact = ssd.reference(shape, "cpu")(*(t.double() for t in tensors))
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_the_authors_kernels_of_mamba_3_are_called_with_what_it_means(monkeypatch):
+    """They are a stand-in here: heads come before tokens, and weights and angles before their sigmoid and tanh."""
+
+    def mamba3_siso_combined(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, chunk_size):
+        gates = (adt.mT, dt.mT, trap.sigmoid().mT, math.pi * angles[:, :, 0].tanh())
+        assert angles.shape[2] == v.shape[2]
+        return ReferenceMamba3(chunk_size)(q, k, v, *gates, q_bias, k_bias, D)[0]
+
+    for name in itertools.accumulate(["mamba_ssm", "ops", "triton", "mamba3", "mamba3_siso_combined"], "{}.{}".format):
+        module = types.ModuleType(name)
+        module.mamba3_siso_combined = mamba3_siso_combined  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    mamba3 = operation("mamba3")
+    shape = Shape(Mamba3Spec(4, 8, 16, 2, 4, dtype="float32"), 2, 40)
+    tensors, _ = mamba3.draw(shape)
+    with torch.compiler.set_stance("force_eager"):
+        found = peers.mamba3_siso()(*tensors)
+    exact = mamba3.reference(shape, "cpu")(*(t.double() for t in tensors))
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
