@@ -27,7 +27,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.launch import RECORDING, Descriptor, Kept, hooked
 
 MAX_TAPES = 256
-"""Formats that an operator's tapes are kept by; calls of others are not recorded."""
+"""Formats that an operator keeps tapes by; where there are more it begins anew."""
 MAX_MAPS = 64
 """Tensor maps that are kept of one descriptor of one launch."""
 _PLACE = "_llmtrain_place"
@@ -48,11 +48,14 @@ class Place:
 
     slot: int
     offset: int
+    dtype: torch.dtype
     size: tuple[int, ...]
     strides: tuple[int, ...]
 
     def tensor(self, memory: Sequence[Any]) -> Tensor:
         of = memory[self.slot]
+        if of.dtype != self.dtype:
+            of = of.view(self.dtype)
         if self.offset == 0 and of.shape == self.size and of.stride() == self.strides:
             return of
         return of.as_strided(self.size, self.strides, of.storage_offset() + self.offset // of.element_size())
@@ -171,17 +174,20 @@ class Recording(TorchDispatchMode):
         except Unrecorded as error:
             self.failed = self.failed or str(error)
 
-    def place(self, tensor: Tensor, exact: bool = False) -> Place:
-        """exact: numbers of the dtype of the slot's own tensor."""
-        at = getattr(tensor, _PLACE, None)
-        if at is None or (exact and tensor.dtype != self.dtypes[at[0]]):
-            raise Unrecorded("a tensor of elsewhere, or as numbers of another dtype")
-        return Place(*at, tuple(tensor.shape), tensor.stride())
+    def place(self, tensor: Tensor) -> Place:
+        return Place(*self._at(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def seen(self, tensor: Tensor) -> Place:
+        """The place of a tensor that PyTorch is to see; kernels see an address alone."""
+        at = self.place(tensor)
+        if at.dtype.itemsize != self.dtypes[at.slot].itemsize:
+            raise Unrecorded("memory as numbers of another width")
+        return at
 
     def tape(self, found: Any) -> "Tape":
         """found: what the call returned. Raises Unrecorded."""
         results = found if isinstance(found, (tuple, list)) else (found,)
-        outputs = [self.place(tensor, exact=True) for tensor in results]
+        outputs = [self.seen(tensor) for tensor in results]
         for tensor in results:
             delattr(tensor, _PLACE)
         if self.failed or not any(isinstance(step, Launch) for step in self.steps):
@@ -195,21 +201,37 @@ class Recording(TorchDispatchMode):
         if func.namespace != "aten" or _VARYING & set(func.tags) or not all(isinstance(one, Tensor) for one in results):
             raise Unrecorded(str(func))
         alias = func._schema.returns[0].alias_info
-        if func is torch.ops.aten._unsafe_view.default or (alias is not None and not alias.is_write):
-            (slot, offset), base = getattr(args[0], _PLACE), args[0].data_ptr()
+        writes = alias is not None and alias.is_write
+        # Not by the schema: reshape, to and others view memory or copy it, as formats have it.
+        views = [not writes and _shares_memory(one, args[0]) for one in results if args]
+        if any(views):
+            if not all(views):
+                raise Unrecorded(str(func))
+            (slot, offset), base = self._at(args[0]), args[0].data_ptr()
             for one in results:
                 setattr(one, _PLACE, (slot, offset + one.data_ptr() - base if one.numel() else offset))
         elif func.overloadpacket in _ALLOCATIONS:
             self.steps.append(Allocation(self._new(results[0]), results[0]))
         else:
-            args, kwargs = tree_map_only(Tensor, lambda one: self.place(one, exact=True), (args, kwargs))
-            slots = [] if alias is not None else [self._new(one) for one in results]
+            args, kwargs = tree_map_only(Tensor, self.seen, (args, kwargs))
+            slots = [] if writes else [self._new(one) for one in results]
             self.steps.append(Operation(func, args, kwargs, slots))
+
+    def _at(self, tensor: Tensor) -> tuple[int, int]:
+        """Slot and offset."""
+        at = getattr(tensor, _PLACE, None)
+        if at is None:
+            raise Unrecorded("a tensor of elsewhere")
+        return at
 
     def _new(self, tensor: Tensor) -> int:
         setattr(tensor, _PLACE, (len(self.dtypes), 0))
         self.dtypes.append(tensor.dtype)
         return len(self.dtypes) - 1
+
+
+def _shares_memory(result: Tensor, of: Any) -> bool:
+    return isinstance(of, Tensor) and result.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
 class Tape:
@@ -273,7 +295,9 @@ class Replayed:
         tape = self.tapes.get(formats)
         if isinstance(tape, Tape):
             return tape.run(tensors, addresses, driver.active.get_current_stream(device))
-        if tape is None and len(self.tapes) < MAX_TAPES:
+        if tape is None:
+            if len(self.tapes) >= MAX_TAPES:
+                self.tapes.clear()
             self.tapes[formats] = False
         return self._record(formats, tensors, args) if tape is False else self.launch(*args)
 

@@ -77,6 +77,7 @@ class Cache:
             of_shared = shared and shared.empty_cache(batch, capacity, device)
             assert shared is None or of_shared is not None, "a shared block's mixer has a cache"
             self.layers.append(LayerCache(own, of_shared))
+        self._tensors = self._all_tensors()
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +89,7 @@ class Cache:
         view = copy.copy(self)
         view.next, view.first = self.next.clone(), self.first[rows]
         view.layers = [layer.rows(rows) for layer in self.layers]
+        view._tensors = view._all_tensors()
         return view
 
     def take(self, rows: Tensor, capacity: int) -> Cache:
@@ -96,10 +98,14 @@ class Cache:
         copied.capacity = capacity
         copied.next, copied.first = self.next.clone(), self.first[rows]
         copied.layers = [layer.take(rows, capacity) for layer in self.layers]
+        copied._tensors = copied._all_tensors()
         return copied
 
     def tensors(self) -> list[tuple[Tensor, int | None]]:
-        """Tensors of all layers, each with the dimension of its slots, None for a state."""
+        """Tensors of all layers, each with the dimension of its slots, None for a state; always the same, written in place."""
+        return self._tensors
+
+    def _all_tensors(self) -> list[tuple[Tensor, int | None]]:
         return [found for layer in self.layers for part in layer.parts for found in part.tensors()]
 
     def clear(self) -> None:

@@ -35,6 +35,7 @@ from llmtrain.train.build import Training
 from llmtrain.train.callbacks.checkpointing import Checkpointing
 from llmtrain.train.faults.preemption import Preemption
 from llmtrain.train.faults.rewind import PassedOver, Rewind
+from llmtrain.train.resume import other_tokenizers
 
 _NO_FAULT = (OSError, UserError, RunError)
 _APPEARANCE_SECONDS = 30.0
@@ -156,8 +157,12 @@ def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | No
             # What is not loaded.
             model.init_weights(config.seed, training.added if config.init_from.is_whole else None)
         initial = initial_checkpoint(config)
+        local = LocalCheckpoint(initial.fetch())
+        if config.init_from.is_whole:
+            for line in other_tokenizers(config, local, "the weights of init_from were trained"):
+                run_log.warning(line)
         loaded = load_part(
-            initial.fetch(),
+            local.folder,
             initial.require(),
             model,
             training.optimizer,

@@ -76,7 +76,7 @@ def require_same_run(config: Config, checkpoint: Checkpoint) -> None:
         changed.append("data.order: mixtures were ordered otherwise in the version of llmtrain that began this run")
     elif began != config.data.order_name:
         changed.append(f"data.order: {began} -> {config.data.order_name}")
-    changed += _other_tokenizers(config, checkpoint)
+    changed += other_tokenizers(config, checkpoint, "the run was started")
     try:
         if manifest.data.get("fingerprint") != data_fingerprint(config.data):
             changed.append("data: the shards are not those the run was started on")
@@ -99,8 +99,8 @@ def tokenizer_files(config: Config, resumed: LocalCheckpoint | None) -> dict[str
     return {stored_tokenizer.NAME: stored_tokenizer.pack(found[0])} if found else {}
 
 
-def _other_tokenizers(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
-    """Differences between the tokenizer of a checkpoint and those beside the shards."""
+def other_tokenizers(config: Config, checkpoint: Checkpoint, what: str) -> Iterator[str]:
+    """Differences between the tokenizer of a checkpoint, with which `what`, and those beside the shards."""
     if not isinstance(checkpoint, LocalCheckpoint) or stored_tokenizer.NAME not in checkpoint.require().files:
         return
     file = checkpoint.folder / stored_tokenizer.NAME
@@ -109,7 +109,7 @@ def _other_tokenizers(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
         if not stored_tokenizer.same_tokens(content, file, folder):
             began, now = checksum(content)[:16], checksum(stored_tokenizer.pack(folder))[:16]
             yield (
-                f"data: {folder} is another tokenizer ({now}) than the one that the run was started with ({file}, {began}): "
+                f"data: {folder} is another tokenizer ({now}) than the one that {what} with ({file}, {began}): "
                 "prepare the data with that one again, or name the folder that it was in"
             )
 

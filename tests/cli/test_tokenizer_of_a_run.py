@@ -70,6 +70,16 @@ def test_a_run_does_not_go_on_with_another_tokenizer(moved):
     )
 
 
+def test_weights_of_another_tokenizer_than_the_datas_are_reported(moved):
+    project, _ = moved
+    start = ("train", "run.yaml", "name=next", "run_dir=next", f"init_from={project.run_dir}", "train.duration=1 steps")
+    said = "is another tokenizer ("
+    assert said not in project.llmtrain(*start, "schedule.warmup=0 steps")[1]
+    replace_tokenizer(project)
+    status, text = project.llmtrain(*start, "schedule.warmup=0 steps", "--fresh")
+    assert status == 0 and said in text and "than the one that the weights of init_from were trained with" in text
+
+
 def test_another_template_or_layout_of_the_file_is_the_same_tokenizer(moved):
     project, folder = moved
     place, file = project.shards / "tokenizer", folder / stored_tokenizer.NAME

@@ -1,8 +1,13 @@
-"""A server over a tiny model in this process, on a free port."""
+"""Servers on a free port: over a tiny model in this process, and `llmtrain serve` as a process of its own."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -56,3 +61,28 @@ def talk(server: Server, use: Callable[[aiohttp.ClientSession], Awaitable[Any]])
             return await use(client)
 
     return asyncio.run(both())
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its address."""
+    command = [sys.executable, "-m", "llmtrain", "serve", str(model), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    )
+    try:
+        assert process.stderr is not None
+        said = []
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said[-1] if said else "")):
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
+    """Exit status and the rest of standard error."""
+    _, rest = process.communicate(timeout=seconds)
+    return process.returncode, rest

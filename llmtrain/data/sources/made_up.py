@@ -12,7 +12,7 @@ from pathlib import Path
 from llmtrain.config.locks import private_folder
 from llmtrain.config.output_folder import replace_file
 
-_PEOPLE, _NUMBERS = 24, 10
+_PEOPLE = 24
 _FIRST, _LAST = ("Mi", "To", "Sa", "Bel", "Ku"), ("ra", "lin", "vo", "dek")
 _ENDS = ("an", "or", "ib", "es", "um", "ik")
 _FACTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -51,8 +51,8 @@ def questions() -> list[dict[str, list[dict[str, str]]]]:
 
 
 def sums() -> list[dict[str, str]]:
-    """Records with `prompt` and `completion`: all sums of two numbers below 10."""
-    return [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in itertools.product(range(_NUMBERS), repeat=2)]
+    """Records with `prompt` and `completion`: all sums of a number from 10 to 90 and one below 10."""
+    return [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in itertools.product(range(10, 91), range(10))]
 
 
 SOURCES: dict[str, Callable[[], Sequence[object]]] = {"made-up-questions": questions, "made-up-sums": sums}

@@ -17,8 +17,15 @@ VALIDATION_LOSS = "metrics/validation/cross_entropy"
 """Over all validation streams. Where there are several, that of STREAM is metrics/validation/STREAM/cross_entropy."""
 UNITS = {"cross_entropy": "cross entropy, nats per token", "total": "loss", "preference_loss": "loss"}
 """Units of losses by the last part of their names."""
-OF_ANSWERS = ("rewards/margins", "rewards/accuracies", "rollout/reward", "rollout/length", "policy/kl")
-"""Metrics of each step that a picture has below the loss."""
+OF_ANSWERS = (
+    "rewards/margins",
+    "rewards/accuracies",
+    "rollout/reward",
+    "samples/exact_match",
+    "rollout/length",
+    "policy/kl",
+)
+"""Metrics that a picture has below the loss."""
 
 _BINS = 2000
 """Points of a curve that are drawn at most: a picture is half as many pixels wide."""

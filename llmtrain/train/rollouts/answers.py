@@ -10,7 +10,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.policy.objective import ADVANTAGE, OLD, SAMPLED, VALID
 
 _UNIT = 16
-"""Sequences are filled to a multiple of so many tokens, so that few lengths occur."""
+"""Sequences are filled to a multiple of so many tokens, or to seq_len, so that few lengths occur."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Answer:
         return self.reward == self.reward
 
 
-def answers_batch(answers: Sequence[Answer], mask_over_long: bool, masked: bool = True) -> dict[str, Any]:
-    """The batch of some answers in host memory: input_ids, labels, document_ids [n, T], and the columns of objective.py. A group
-    that was set aside has no labels. mask_over_long: nor have answers that are over long. masked: false gives all of
-    them labels."""
+def answers_batch(answers: Sequence[Answer], seq_len: int, mask_over_long: bool, masked: bool = True) -> dict[str, Any]:
+    """The batch of some answers in host memory: input_ids, labels, document_ids [n, T], T at most seq_len, and the columns of
+    objective.py. A group that was set aside has no labels. mask_over_long: nor have answers that are over long. masked: false
+    gives all of them labels."""
     longest = max((len(one.prompt) + len(one.ids) for one in answers), default=1)
-    length, count = -(-longest // _UNIT) * _UNIT, len(answers)
+    length, count = min(-(-longest // _UNIT) * _UNIT, seq_len), len(answers)
     ids, documents = torch.zeros(count, length, dtype=torch.int64), torch.ones(count, length, dtype=torch.int32)
     labels = torch.full((count, length), IGNORE, dtype=torch.int64)
     sampled, old = torch.zeros(count, length), torch.zeros(count, length)

@@ -135,7 +135,7 @@ class Rollouts(contextlib.ExitStack):
         chosen = [self.groups[at % len(self.groups)] for at in range(first, first + own)]
         answers = [one for group in chosen for one in group]
         self._count_empty(step)
-        batch = answers_batch(answers, section.over_long == "mask")
+        batch = answers_batch(answers, self.files.seq_len, section.over_long == "mask")
         if self.reference is not None:
             with self.figures.timed("reference"), self._gathered():
                 batch[REFERENCE] = self._in_parts(batch, self.reference)
@@ -216,7 +216,7 @@ class Rollouts(contextlib.ExitStack):
         return question_of(ids[:end], (flags[:end] & TRAINED) != 0, self.ends)
 
     def _add_old(self, answers: Sequence[Answer]) -> None:
-        batch = answers_batch(answers, False, masked=False)
+        batch = answers_batch(answers, self.files.seq_len, False, masked=False)
         found = self._in_parts(batch, self.own_log_p)
         for row, one in enumerate(answers):
             one.old = found[row, len(one.prompt) - 1 : len(one.prompt) + len(one.ids) - 1].tolist()

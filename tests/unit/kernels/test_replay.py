@@ -115,7 +115,8 @@ def outcome(call: Callable[..., Any], args: tuple[Any, ...], shifted: int = 0) -
     """Results, what became of the arguments, and the launches."""
     given = [again(one, shifted) for one in args]
     LAUNCHES.clear()
-    found = call(*given)
+    with torch._C._AutoDispatchBelowAutograd():  # as operators call it
+        found = call(*given)
     results = list(found) if isinstance(found, (tuple, list)) else [found]
     tensors = [one for one in (*results, *given) if isinstance(one, Tensor)]
     shapes = [(one.dtype, tuple(one.shape), one.stride()) for one in results]
@@ -235,13 +236,36 @@ def test_operators_of_pytorch_are_called_again_and_views_followed(kernel: Any):
         kernel[(3,)](tail[2:], head, 16, WIDTH=2)
         joined = torch.cat([head, tail], dim=1).unflatten(0, (2, 2))
         kernel[(3,)](joined, sums, 16, WIDTH=2)
-        return joined, sums.to(torch.bfloat16), tail[1]
+        return joined, sums.to(torch.bfloat16), tail[1].view(torch.int32)
 
     replayed, args = Replayed(launch), (of(6, 4), None)
     wanted = outcome(launch, args)
     for _ in range(4):
         assert outcome(replayed, args) == wanted
     assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [of(6, 4), of(4, 6).t(), of(12, 8)[::2, ::2], of(6, 4).bfloat16()],
+    ids=["rows", "columns", "apart", "bf16"],
+)
+def test_what_is_a_view_or_a_copy_by_its_formats_is_both(given: Tensor, kernel: Any):
+    """Beneath autograd PyTorch's mode sees reshape, to and flatten as they are, whose schemas are those of views."""
+
+    def launch(x: Tensor) -> tuple[Tensor, ...]:
+        made = [x.reshape(-1), x.flatten(), x.to(torch.float32), x.contiguous(), x.t().reshape(2, -1), x[1:].float()]
+        kept = [torch.empty(64, dtype=torch.float32) for _ in made]
+        for one, into in zip(made, kept, strict=True):
+            kernel[(3,)](one[1:], into, 16, WIDTH=2)
+        return (*kept, kept[0].reshape(8, 8).t().reshape(-1)[3:].to(torch.bfloat16))
+
+    replayed = Replayed(launch)
+    for shifted in (0, 1, 0):
+        wanted = outcome(launch, (given,), shifted)
+        for _ in range(4):
+            assert outcome(replayed, (given,), shifted) == wanted
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape, Tape]
 
 
 def test_memory_is_freed_after_its_last_use(kernel: Any, monkeypatch: pytest.MonkeyPatch):
@@ -297,16 +321,16 @@ def _reads_a_tensor_of_elsewhere(x: Tensor, kernel: Any) -> Tensor:
     return y
 
 
-def _returns_other_numbers(x: Tensor, kernel: Any) -> Tensor:
+def _returns_wider_numbers(x: Tensor, kernel: Any) -> Tensor:
     y = torch.empty_like(x)
     kernel[(1,)](x, y, 1, WIDTH=1)
-    return y.view(torch.int32)
+    return y.view(torch.float64)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        _random, _reads_a_number, _returns_an_input, _without_a_kernel, _reads_a_tensor_of_elsewhere, _returns_other_numbers
+        _random, _reads_a_number, _returns_an_input, _without_a_kernel, _reads_a_tensor_of_elsewhere, _returns_wider_numbers
     ],
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_called_every_time(function: Unrecordable, kernel: Any):
@@ -374,9 +398,11 @@ def test_tapes_are_bounded_and_forgotten_with_the_rows(kernel: Any, monkeypatch:
 
     monkeypatch.setattr(replay, "MAX_TAPES", 2)
     replayed = Replayed(launch)
-    for size in (1, 2, 3, 3, 3):
+    kept: list[list[Any]] = []
+    for size in (1, 2, 2, 3, 3, 3):
         assert outcome(replayed, (of(size),)) == outcome(launch, (of(size),))
-    assert len(replayed.tapes) == 2
+        kept.append([type(tape) for tape in replayed.tapes.values()])
+    assert kept == [[bool], [bool, bool], [bool, Tape], [bool], [Tape], [Tape]]
     tuning.forget()
     assert not replayed.tapes
 

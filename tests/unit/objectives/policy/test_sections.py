@@ -11,7 +11,7 @@ from llmtrain.schema.load import load_config
 
 
 def of(*overrides: str, ranks: int = 1) -> Config:
-    return load_config("quickstart-rl", overrides, world_size=ranks)
+    return load_config("quickstart-rl", ("objective.group_size=8", *overrides), world_size=ranks)
 
 
 def test_a_step_reads_as_many_prompts_as_it_trains_groups():

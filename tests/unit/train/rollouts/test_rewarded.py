@@ -85,12 +85,13 @@ def test_the_batch_has_labels_where_answers_are_trained():
     for one in answers[:2]:
         one.reward = 1.0
     answers[1].over_long = True
-    batch = answers_batch(answers, mask_over_long=True)
+    batch = answers_batch(answers, 20, mask_over_long=True)
     trained = batch["labels"] != IGNORE
     assert batch["input_ids"].shape == (3, 16) and trained.sum(1).tolist() == [3, 0, 0]
     assert batch["labels"][0, :3].tolist() == list(map(ord, "ab."))
     assert batch["valid"].tolist() == [True, True, False]
     assert batch["document_ids"].sum(1).tolist() == [12, 11, 13]
     assert torch.equal(batch["sampled_log_p"][0, :4], torch.tensor([-1.0, -1, -1, 0]))
-    assert answers_batch(answers, mask_over_long=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 0]
-    assert answers_batch(answers, True, masked=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 2]
+    assert answers_batch(answers, 20, mask_over_long=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 0]
+    assert answers_batch(answers, 20, True, masked=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 2]
+    assert answers_batch(answers, 9, True)["input_ids"].shape == (3, 9)  # learned positions end with seq_len
