@@ -59,6 +59,12 @@ def calls(name: str, shape: Shape, device: str = "cuda", seed: int = 0) -> list[
     return [(one, args) for one, (_, args) in zip(launches, seen.found, strict=True) if isinstance(one, Replayed)]
 
 
+def under(call: Any, *args: Any) -> Any:
+    """The call beneath autograd, as operators call it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(*args)
+
+
 def moved(tensor: Any, shifted: int) -> Any:
     """A copy elsewhere, of the same strides, `shifted` elements behind where an allocation begins."""
     if not isinstance(tensor, Tensor):
@@ -84,9 +90,9 @@ def test_a_replayed_call_has_the_numbers_of_the_call(name: str, shape: Shape):
     for shifted in (0, 0, 1, 8, 0, 1, 8):  # 16-bit numbers: aligned to 16 bytes, to 2, and to 16 elsewhere
         for replayed, args, _ in given:
             copies = [moved(one, shifted) for one in args]
-            wanted = replayed.launch(*copies)
+            wanted = under(replayed.launch, *copies)
             for _ in range(2):
-                assert_same(replayed(*copies), wanted)
+                assert_same(under(replayed, *copies), wanted)
     for replayed, *_ in given:
         kept = [isinstance(tape, Tape) for tape in replayed.tapes.values()]
         # cuDNN's forward, in place of ours for plain attention of some widths, returns more than tensors.
@@ -103,9 +109,9 @@ def first(name: str) -> tuple[Replayed, list[Any]]:
 def test_it_is_launched_on_the_stream_of_the_call(name: str):
     with torch.enable_grad():
         replayed, args = first(name)
-    wanted = replayed.launch(*args)
+    wanted = under(replayed.launch, *args)
     for _ in range(3):
-        replayed(*args)
+        under(replayed, *args)
     side = torch.cuda.Stream()
     late = [torch.empty_like(one).copy_(torch.zeros_like(one)) if isinstance(one, Tensor) else one for one in args]
     torch.cuda.synchronize()
@@ -114,7 +120,7 @@ def test_it_is_launched_on_the_stream_of_the_call(name: str):
         for to, of in zip(late, args, strict=True):
             if isinstance(to, Tensor):
                 to.copy_(of)
-        found = replayed(*late)
+        found = under(replayed, *late)
     side.synchronize()
     assert_same(found, wanted)
 
@@ -125,14 +131,14 @@ def test_it_is_captured_in_a_cuda_graph(name: str):
     with torch.enable_grad():
         replayed, args = first(name)
     for _ in range(3):
-        replayed(*args)
+        under(replayed, *args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = replayed(*args)
+        found = under(replayed, *args)
     for one in args:
         if isinstance(one, Tensor) and one.is_floating_point():
             one.mul_(0.5)
-    wanted = replayed.launch(*args)
+    wanted = under(replayed.launch, *args)
     graph.replay()
     torch.cuda.synchronize()
     assert_same(found, wanted)
@@ -150,7 +156,7 @@ def test_another_device_has_tapes_of_its_own(name: str):
             with torch.cuda.device(device):
                 there = [one.to(f"cuda:{device}") if isinstance(one, Tensor) else one for one in args]
                 for _ in range(2):
-                    assert_same(replayed(*there), replayed.launch(*there))
+                    assert_same(under(replayed, *there), under(replayed.launch, *there))
 
 
 @torch.no_grad()
@@ -159,13 +165,13 @@ def test_memory_is_no_more_than_that_of_the_call():
         found = calls("mamba_mixer", next(shape for one, shape in shapes() if one == "mamba_mixer"))
     for replayed, args in found:
         for _ in range(3):
-            replayed(*args)
+            under(replayed, *args)
         peaks = []
         for call in (replayed.launch, replayed):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            made = call(*args)
+            made = under(call, *args)
             peaks.append(torch.cuda.max_memory_allocated() - before)
             del made
         assert peaks[1] <= peaks[0]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit
-from llmtrain.kernels.ssd.chunk_cumsum import begins, load_terms, log_decay_gradient
+from llmtrain.kernels.ssd.chunk_cumsum import load_documents, load_terms, log_decay_gradient
 
 _HEADS_PER_PROGRAM = 16
 
@@ -74,8 +74,8 @@ def _decays(
     if largest is not None:
         tl.store(largest + (row * n_heads + h) * chunks + chunk, tl.max(weight, 0), mask=h < n_heads)
     if document_ids is not None and block == 0:
-        new = begins(document_ids, row, t, seq_len)
-        tl.store(seq_idx + row * (chunks * CHUNK) + t, tl.cumsum(new.to(tl.int32), 0))
+        this, last = load_documents(document_ids, row, t, seq_len)
+        tl.store(seq_idx + row * (chunks * CHUNK) + t, tl.cumsum((this != last).to(tl.int32), 0))
 
 
 @jit
@@ -108,7 +108,8 @@ def _weights(dt, later, document_ids, at, row, t, valid, seq_len, n_heads):
     """Weights of tokens for later ones, [tokens, heads]; 0 where it is not valid. at: their places in dt."""
     followed = (t < seq_len - 1)[:, None] & valid
     if document_ids is not None:
-        followed = followed & (begins(document_ids, row, t + 1, seq_len) == 0)[:, None]
+        next_one, this = load_documents(document_ids, row, t + 1, seq_len)
+        followed = followed & (next_one == this)[:, None]
     own = tl.load(dt + at, mask=valid, other=0.0) * tl.load(later + at, mask=valid, other=0.0)
     after, share = (
         tl.load(dt + at + n_heads, mask=followed, other=0.0),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
 from llmtrain.kernels.reduce_partials import reduce_partials
-from llmtrain.kernels.ssd.chunk_cumsum import begins
+from llmtrain.kernels.ssd.chunk_cumsum import load_documents
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 TILE = 32
@@ -269,7 +269,8 @@ def _turn_bwd(
     partials += (row * tiles + tile) * (N_HEADS * (2 * D_STATE + 1))
     followed = (t > 0) & (t < seq_len)
     if document_ids is not None:
-        followed = followed & (begins(document_ids, row, t, seq_len) == 0)
+        this, before = load_documents(document_ids, row, t, seq_len)
+        followed = followed & (this == before)
     begin = group * PER_GROUP + block * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(begin + HEADS_PER_PROGRAM, (group + 1) * PER_GROUP)):
         of_token, of_head = (row * seq_len + t) * N_HEADS + head, row * N_HEADS + head

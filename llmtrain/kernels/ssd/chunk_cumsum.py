@@ -116,17 +116,17 @@ def _chunk_cumsum_fwd(
         tl.store(largest_dt + (row * n_heads + h) * tl.num_programs(1) + chunk, tl.max(step, 0), mask=h_valid)
 
     if document_ids is not None and block == 0:
-        new = begins(document_ids, row, t, seq_len)
-        tl.store(seq_idx + row * padded + t, tl.cumsum(new.to(tl.int32), 0))
+        this, last = load_documents(document_ids, row, t, seq_len)
+        tl.store(seq_idx + row * padded + t, tl.cumsum((this != last).to(tl.int32), 0))
 
 
 @triton.jit
-def begins(document_ids, row, t, seq_len):
-    """Tokens that begin a document. Nothing precedes the first but the initial state, which belongs to its document."""
+def load_documents(document_ids, row, t, seq_len):
+    """Documents of tokens, and of those before. Nothing precedes the first but the initial state, which belongs to its document."""
     inside = (t > 0) & (t < seq_len)
     this = tl.load(document_ids + row * seq_len + t, mask=inside, other=0)
     last = tl.load(document_ids + row * seq_len + t - 1, mask=inside, other=0)
-    return this != last
+    return this, last
 
 
 @jit

@@ -115,7 +115,8 @@ def outcome(call: Callable[..., Any], args: tuple[Any, ...], shifted: int = 0) -
     """Results, what became of the arguments, and the launches."""
     given = [again(one, shifted) for one in args]
     LAUNCHES.clear()
-    found = call(*given)
+    with torch._C._AutoDispatchBelowAutograd():  # as operators call it
+        found = call(*given)
     results = list(found) if isinstance(found, (tuple, list)) else [found]
     tensors = [one for one in (*results, *given) if isinstance(one, Tensor)]
     shapes = [(one.dtype, tuple(one.shape), one.stride()) for one in results]
@@ -244,7 +245,11 @@ def test_operators_of_pytorch_are_called_again_and_views_followed(kernel: Any):
     assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
 
 
-@pytest.mark.parametrize("given", [of(6, 4), of(4, 6).t(), of(12, 8)[::2, ::2], of(6, 4).bfloat16()], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [of(6, 4), of(4, 6).t(), of(12, 8)[::2, ::2], of(6, 4).bfloat16()],
+    ids=["rows", "columns", "apart", "bf16"],
+)
 def test_what_is_a_view_or_a_copy_by_its_formats_is_both(given: Tensor, kernel: Any):
     """Beneath autograd PyTorch's mode sees reshape, to and flatten as they are, whose schemas are those of views."""
 
