@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _INT32 = 1 << 31
-TRITONS_OWN = "LLMTRAIN_LAUNCH"
-"""Environment variable; `triton` leaves every launch to Triton, to compare with."""
+HOW = "LLMTRAIN_LAUNCH"
+"""Environment variable. triton: every launch is Triton's own, to compare with; replay: see replay.py."""
 MAX_KEPT = 256
 """Launches that a kernel keeps; those of other arguments are Triton's own. A run needs a few."""
 
@@ -47,7 +47,7 @@ def jit(function: Callable[..., Any]) -> JITFunction[Any]:
 
 def is_kept() -> bool:
     """False where every launch is Triton's own."""
-    return not knobs.runtime.interpret and os.environ.get(TRITONS_OWN) != "triton"
+    return not knobs.runtime.interpret and os.environ.get(HOW) != "triton"
 
 
 class Descriptor(TensorDescriptor):

@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.kernels import operation as operations
-from llmtrain.kernels import operators, platform
+from llmtrain.kernels import operators, platform, replay
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.replay import Replayed, Tape
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (256, 384)
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "ENABLED", True)
 
 
 class Calls(TorchDispatchMode):

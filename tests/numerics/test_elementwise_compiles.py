@@ -49,3 +49,13 @@ def test_it_moves_sixteen_bytes_a_thread(name: str, arch: int):
     moves = re.findall(r"\b(?:ld|st)\.global\.(v4\.b32|\S+)", compiled.asm["ptx"])
     assert moves and {move for move in moves if move != "v4.b32"} <= {"b32"}
     assert moves.count("b32") == single
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+def test_sums_of_groups_compile_for_amd_without_spills(arch: str):
+    kernel, signature, constants, num_warps, _ = CASES["sum_groups"]
+    place = {parameter.name: (parameter.num,) for parameter in kernel.params}
+    fixed = {place[name]: value for name, value in constants.items()}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), fixed)
+    compiled: Any = triton.compile(source, target=GPUTarget("hip", arch, 64), options={"num_warps": num_warps})
+    assert ".private_segment_fixed_size: 0" in compiled.asm["amdgcn"]

@@ -184,7 +184,7 @@ def test_constants_by_position_are_known_by_their_values(launches: list[Any]):
 
 def test_launches_can_be_left_to_triton(monkeypatch: pytest.MonkeyPatch):
     assert type(jit(add)) is Kernel
-    monkeypatch.setenv(launch.TRITONS_OWN, "triton")
+    monkeypatch.setenv(launch.HOW, "triton")
     assert type(jit(add)) is JITFunction
 
 
