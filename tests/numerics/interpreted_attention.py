@@ -302,7 +302,7 @@ def test_selective_checkpointing_keeps_the_output(monkeypatch):
 @pytest.mark.parametrize(("parts", "widths"), [(2, (16, 16)), (5, (24, 8))])
 def test_gradients_of_programs_that_share_keys_are_summed(parts, widths):
     g = torch.Generator().manual_seed(3)
-    given = [torch.randn(2, 33, 3 * parts, width, generator=g) for width in widths]
+    dk, dv = given = [torch.randn(2, 33, 3 * parts, width, generator=g) for width in widths]
     for dtype in (torch.float32, torch.bfloat16):
-        for found, t in zip(sum_groups(*given, 3, dtype), given, strict=True):
+        for found, t in zip(sum_groups(dk, dv, 3, dtype), given, strict=True):
             torch.testing.assert_close(found, t.unflatten(2, (3, parts)).sum(3).to(dtype))

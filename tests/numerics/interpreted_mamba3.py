@@ -1,6 +1,7 @@
 """Cases of test_mamba3_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -109,6 +110,6 @@ def test_a_step_is_the_references(sizes):
     for step, state, dtype in ((kernel, ours, torch.float32), (ReferenceMamba3Step(), exact, torch.float64)):
         now = state_of([*tensors, *state])
         of_token, parameters = (t.to(dtype)[:, 0] for t in tensors[:7]), (t.to(dtype) for t in tensors[7:])
-        found.append([step(*of_token, *parameters, now), *state])
+        found.append([cast("Any", step)(*of_token, *parameters, now), *state])
     for one, value in zip(*found, strict=True):
         torch.testing.assert_close(one.double(), value, atol=1e-5, rtol=1e-5)

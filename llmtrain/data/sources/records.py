@@ -16,6 +16,8 @@ from llmtrain.data.sources.storage import open_file
 BLOCK_BYTES = 1 << 20
 """A text longer than this is several pieces, each of the lines that begin in one block of the file."""
 LONGEST_LINE = 8 << 20
+LONGEST_RECORD = 256 << 20
+"""Bytes of a line of JSON; a longer one is no record, and reading it would take eight times as much memory."""
 """A line of a text that is longer is cut, between two characters. A record is never cut."""
 _RECORD_BLOCK = 1 << 18
 """Bytes of JSON lines that are read at a time: they stay in a core's cache."""
@@ -275,7 +277,14 @@ def _text(source: _Source) -> Iterator[Pieces]:
 
 def _json_lines(source: _Source) -> Iterator[Pieces | BadRecord]:
     path, key, first, number = source.part.file.path, source.text_key, None, 0
-    for data, at, _ in _lines(source, min(_RECORD_BLOCK, BLOCK_BYTES)):
+    for data, at, last in _lines(source, min(_RECORD_BLOCK, BLOCK_BYTES), LONGEST_RECORD):
+        if not last and not data.endswith(b"\n"):
+            line = _line_at(source, source.part.begin) + number + data.count(b"\n")
+            fault = (
+                f"a line of more than {LONGEST_RECORD >> 20} MiB, which is no record; divide it, or leave the file out"
+            )
+            lost = source.part.end - source.part.begin
+            raise SetAside(BadRecord(f"{path}:{line}", fault, not source.part.file.from_folder, lost))
         texts, records, places = [], [], []
         begin, told, size, whole = 0, 0, len(data), memoryview(data)
         while begin < size:

@@ -271,6 +271,17 @@ def test_a_text_without_line_breaks_is_whole_whatever_its_length(write, monkeypa
             assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "folder/a.jsonl"])
+@pytest.mark.parametrize("line", [b"\0" * 5000, b'{"text": "' + b"x" * 5000 + b'"}'], ids=["zeros", "a record"])
+def test_a_line_beyond_all_bounds_sets_its_file_aside(write, monkeypatch, name, line):
+    monkeypatch.setattr(records, "LONGEST_RECORD", 1 << 10)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 64)
+    content = b'{"text": "before"}\n{"text": "too"}\n' + line + b'\n{"text": "behind"}\n'
+    texts, [bad] = read(write(name, gzip.compress(content) if name.endswith("gz") else content))
+    assert "behind" not in texts and bad.fatal == ("folder" not in name)
+    assert "a.jsonl" in str(bad) and ":3: a line of more than" in str(bad)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_line_of_100_mb_is_read_exactly_in_little_memory(write, name):
