@@ -85,7 +85,7 @@ def test_it_is_reported_before_training_whether_the_model_can_be_exported(capsys
     assert found["exports_as"] == architecture
     assert bool(found["not_exported"]) == (architecture is None)
     assert main(["describe", path]) == 0
-    expected = architecture or "MptForCausalLM differs in model.norm.bias, model.positions, "
+    expected = architecture or "MptForCausalLM differs in model.positions, model.norm.bias, "
     assert expected in capsys.readouterr().out
 
 

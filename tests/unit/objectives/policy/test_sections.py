@@ -68,7 +68,7 @@ def test_rejects_settings_that_do_not_fit(overrides: str, message: str):
 
 def test_rejects_temperatures_at_which_servers_report_other_probabilities():
     url = "objective.rollout={type: openai, url: 'http://localhost:1/v1'}"
-    objective = of(url).objective
+    objective = of(url, "objective.temperature=1").objective
     assert isinstance(objective, PolicySection) and objective.rollout.type == "openai"
     with pytest.raises(ConfigError, match="at temperature 1"):
         of(url, "objective.temperature=0.7")
