@@ -57,14 +57,18 @@ def _commands(parser, words=()):
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("load", "given", "spins"),
+    [
+        (99.0, {}, "1000"),
+        (0.0, {}, None),
+        (99.0, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (99.0, {"OMP_WAIT_POLICY": "active"}, None),
+    ],
 )
-def test_threads_wait_asleep_where_nothing_else_is_set(given, spins, monkeypatch, capsys):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.environ", found := dict(os.environ))
+def test_threads_wait_asleep_where_others_use_the_cores(load, given, spins, monkeypatch):
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    monkeypatch.setattr(os, "environ", found := kept | given)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert main(["generate", "/nowhere", "--prompt", ""]) == 2
     assert found.get("GOMP_SPINCOUNT") == spins
 
