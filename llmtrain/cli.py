@@ -69,9 +69,9 @@ def _name_user() -> None:
 
 
 def _share_cores() -> None:
-    """Where other jobs use all cores, have the threads of an operator sleep, after some microseconds, until the last of them is done:
-    one that waits at work keeps the last from its core. Read by libgomp, PyTorch's OpenMP, as it is loaded."""
-    if "OMP_WAIT_POLICY" not in os.environ and os.getloadavg()[0] >= len(os.sched_getaffinity(0)):
+    """Have the threads of an operator wait for each other asleep, after some microseconds, where other jobs use all cores: one that
+    waits at work keeps the last from its core. Read by libgomp, PyTorch's OpenMP, as it is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ and os.getloadavg()[0] >= (os.cpu_count() or 1):
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
