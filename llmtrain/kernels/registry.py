@@ -170,7 +170,10 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "mamba3": (
         Backend("reference", "llmtrain.kernels.mamba3.reference"),
         Backend(
-            "triton", "llmtrain.kernels.mamba3.triton", mamba3.refuse_triton_turns, ("llmtrain.mamba3_forward.default",)
+            "triton",
+            "llmtrain.kernels.mamba3.triton",
+            mamba3.refuse_triton_rotations,
+            ("llmtrain.mamba3_forward.default",),
         ),
     ),
     "experts": (

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 # Heads, head_dim, d_state, groups, angles; batch, tokens; documents, a state.
 CASES = {
     "usual sizes": ((8, 64, 128, 1, 32), (2, 1024), False, False),
-    "documents, a state, all channels turn": ((8, 64, 128, 2, 64), (2, 517), True, True),
+    "documents, a state, all channels rotate": ((8, 64, 128, 2, 64), (2, 517), True, True),
     "odd sizes": ((3, 40, 20, 1, 5), (2, 333), True, True),
     "wide heads": ((4, 128, 64, 1, 16), (1, 700), False, True),
     "one token": ((4, 64, 128, 1, 32), (3, 1), False, True),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import turns
+from llmtrain.kernels.mamba3 import rotations
 from llmtrain.kernels.mamba3.reference import ReferenceMamba3
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.mamba3.step import ReferenceMamba3Step
@@ -24,7 +24,7 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(turns, "TILE", 16)
+    monkeypatch.setattr(rotations, "TILE", 16)
 
 
 def small(spec: Mamba3Spec, halves: bool = False, num_sms: int = 1, split: int | None = None) -> Launch:
@@ -54,7 +54,7 @@ def assert_agrees(spec: Mamba3Spec, tensors: list[Tensor], launch: Launch, ids: 
 # heads, head_dim, d_state, groups, angles; batch, tokens; first tokens of documents; a state; how it is launched.
 CASES = {
     "ragged, odd sizes, groups, a state": ((4, 20, 14, 2, 3), (2, 37), (), True, {}),
-    "all channels turn, many multiprocessors": ((4, 16, 16, 1, 8), (1, 70), (), False, {"num_sms": 1000}),
+    "all channels rotate, many multiprocessors": ((4, 16, 16, 1, 8), (1, 70), (), False, {"num_sms": 1000}),
     "halves of chunks, a state": ((2, 16, 24, 2, 6), (1, 50), (), True, {"halves": True}),
     "split heads": ((2, 32, 16, 1, 4), (1, 40), (17,), True, {"split": 16, "num_sms": 1000}),
     "documents, at borders of tiles and chunks": ((2, 16, 16, 1, 4), (2, 66), (1, 16, 32, 33, 65), True, {}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3.reference import ReferenceMamba3, turned
+from llmtrain.kernels.mamba3.reference import ReferenceMamba3, rotated
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.mamba3.step import ReferenceMamba3Step
 from tests.support import kernels as support
@@ -25,7 +25,7 @@ def recurrence(q, k, v, log_decay, dt, later, rate, q_bias, k_bias, D, state=Non
     for t in range(v.shape[1]):
         angle = angle + rate[:, t, None] * dt[:, t, :, None]
         q_t, k_t = (
-            turned(x[:, t].repeat_interleave(repeats, 1) + bias, angle) for x, bias in ((q, q_bias), (k, k_bias))
+            rotated(x[:, t].repeat_interleave(repeats, 1) + bias, angle) for x, bias in ((q, q_bias), (k, k_bias))
         )
         v_t = v[:, t]
         a, weight, step = (x[:, t, :, None, None] for x in (log_decay.exp(), later, dt))

@@ -41,7 +41,7 @@ with compile_only(arch) as taken:
     step(*(t[:, 0] for t in of_token[:7]), *of_token[7:], state_of(tensors))
 print(json.dumps(taken))
 """
-OURS = ("_turn_sums", "_turn", "_turn_bwd", "_turn_ends", "_decays", "_decays_bwd", "_step")
+OURS = ("_rotation_sums", "_rotate", "_rotate_bwd", "_rotate_ends", "_decays", "_decays_bwd", "_step")
 
 
 def test_the_interpreted_kernels_agree_with_the_reference():

@@ -2,7 +2,7 @@
 
 h_t = a_t h_(t-1) + (1 - l_t) dt_t a_t v_(t-1) k_(t-1)^T + l_t dt_t v_t k_t^T,  y_t = h_t q_t + D v_t,
 
-per head, with a_t = exp(log_decay_t). q and k are turned by running sums of angles: scores depend on what lies between two tokens.
+per head, with a_t = exp(log_decay_t). q and k are rotated by running sums of angles: scores depend on what lies between two tokens.
 The second summand reads the token before. It is counted with that token here, by a weight of the token behind: so one scan,
 in which a token's own score has another weight than those of later tokens for it.
 """
@@ -22,7 +22,7 @@ from llmtrain.kernels.platform import Platform
 
 class State(NamedTuple):
     """Tensors that later tokens need: h [batch, heads, head_dim, d_state], the sums of angles [batch, heads, angles], and the last
-    token's turned k [batch, heads, d_state] and v [batch, heads, head_dim]."""
+    token's rotated k [batch, heads, d_state] and v [batch, heads, head_dim]."""
 
     h: Tensor
     angle: Tensor
@@ -43,7 +43,7 @@ class ReferenceMamba3:
         k_bias: Tensor, D: Tensor, state: State | None = None, document_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """q, k: [batch, T, groups, d_state]; v: [batch, T, heads, head_dim]; log_decay (at most 0), dt, later (l, between 0 and
-        1): [batch, T, heads]; rate: [batch, T, angles], radians per unit of time by which a token is turned from the one before;
+        1): [batch, T, heads]; rate: [batch, T, angles], radians per unit of time by which a token is rotated from the one before;
         q_bias, k_bias: [heads, d_state], added to q and k of each head; D: [heads]; document_ids: [batch, T], integers that
         never fall: where they change, a document begins, and what is before it is dropped (the state belongs to the first).
 
@@ -52,14 +52,14 @@ class ReferenceMamba3:
         dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
         heads = v.shape[2]
         q, k = (of_heads(t, bias, heads) for t, bias in ((q, q_bias), (k, k_bias)))
-        turn = rate.to(wide)[..., None, :] * dt.to(wide)[..., None]
-        q, k, v, log_decay, dt, later, turn = (
-            t.to(wide).transpose(1, 2) for t in (q, k, v, log_decay, dt, later, turn)
+        rotation = rate.to(wide)[..., None, :] * dt.to(wide)[..., None]
+        q, k, v, log_decay, dt, later, rotation = (
+            t.to(wide).transpose(1, 2) for t in (q, k, v, log_decay, dt, later, rotation)
         )
-        angle = _running_sum(turn, wrapped=True)
+        angle = _running_sum(rotation, wrapped=True)
         if state is not None:
             angle = torch.remainder(angle + state.angle[:, :, None], 2 * math.pi)
-        q, k = turned(q, angle), turned(k, angle)
+        q, k = rotated(q, angle), rotated(k, angle)
         before = (1 - later) * dt  # weight of the token before
         own, behind = later * dt, F.pad(before[..., 1:], (0, 1))
         if document_ids is not None:
@@ -130,8 +130,8 @@ def with_token_before(state: State, dt: Tensor, later: Tensor) -> Tensor:
     return h + weight * v[..., None] * k[..., None, :]
 
 
-def turned(t: Tensor, angle: Tensor) -> Tensor:
-    """Neighbouring channels 2 i and 2 i + 1 turned by the i-th angle, the others as they are. t: [..., d_state]; angle: [...,
+def rotated(t: Tensor, angle: Tensor) -> Tensor:
+    """Neighbouring channels 2 i and 2 i + 1 rotated by the i-th angle, the others as they are. t: [..., d_state]; angle: [...,
     angles]."""
     pairs, rest = t.tensor_split((2 * angle.shape[-1],), dim=-1)
     a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)

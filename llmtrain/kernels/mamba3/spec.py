@@ -11,7 +11,7 @@ class Mamba3Spec:
     """The recurrence of one Mamba-3 layer (Dao AI Lab and Goomba Lab, 2026), of two inputs per token.
 
     h_t = a_t h_(t-1) + (1 - l_t) dt_t a_t v_(t-1) k_(t-1)^T + l_t dt_t v_t k_t^T,  y_t = h_t q_t + D v_t, per head, with
-    a_t = exp(log_decay_t), and q and k turned by running sums of dt_t rate_t. angles: pairs of channels that turn.
+    a_t = exp(log_decay_t), and q and k rotated by running sums of dt_t rate_t. angles: pairs of channels that rotate.
 
     Not with several inputs and outputs per token (MIMO): those of one token read each other, and Mamba-2's scan, which serves here
     with a factor per token, has none of such pairs but its own.
@@ -28,7 +28,7 @@ class Mamba3Spec:
 
     @property
     def scan(self) -> SSDSpec:
-        """The scan of turned q and k, which each head has of its own."""
+        """The scan of rotated q and k, which each head has of its own."""
         return SSDSpec(self.n_heads, self.head_dim, self.d_state, self.n_heads, self.chunk_size, dtype=self.dtype)
 
     def flops(self, seq_len: int) -> int:
@@ -36,7 +36,7 @@ class Mamba3Spec:
         return self.scan.flops(seq_len)
 
 
-def refuse_triton_turns(spec: Mamba3Spec, platform: Platform | None) -> str | None:
+def refuse_triton_rotations(spec: Mamba3Spec, platform: Platform | None) -> str | None:
     return refuse_triton_scan(spec.scan, platform)
 
 

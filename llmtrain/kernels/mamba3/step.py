@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3.reference import State, of_heads, turned, with_token_before
+from llmtrain.kernels.mamba3.reference import State, of_heads, rotated, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.platform import Platform
 
@@ -30,11 +30,11 @@ class ReferenceMamba3Step:
         wide, heads = state.h.dtype, v.shape[1]
         log_decay, dt, later, rate = (t.to(wide) for t in (log_decay, dt, later, rate))
         state.angle.copy_(torch.remainder(state.angle + dt[..., None] * rate[:, None], 2 * math.pi))
-        turned_q, turned_k = (
-            turned(of_heads(t, bias, heads).to(wide), state.angle) for t, bias in ((q, q_bias), (k, k_bias))
+        rotated_q, rotated_k = (
+            rotated(of_heads(t, bias, heads).to(wide), state.angle) for t, bias in ((q, q_bias), (k, k_bias))
         )
         h = with_token_before(state, dt[:, None], later[:, None]) * log_decay.exp()[..., None, None]
-        h = h + (later * dt)[..., None, None] * v.to(wide)[..., None] * turned_k[..., None, :]
-        for kept, new in zip((state.h, state.k, state.v), (h, turned_k, v), strict=True):
+        h = h + (later * dt)[..., None, None] * v.to(wide)[..., None] * rotated_k[..., None, :]
+        for kept, new in zip((state.h, state.k, state.v), (h, rotated_k, v), strict=True):
             kept.copy_(new)
-        return ((h @ turned_q[..., None])[..., 0] + D.to(wide)[:, None] * v.to(wide)).to(v.dtype)
+        return ((h @ rotated_q[..., None])[..., 0] + D.to(wide)[:, None] * v.to(wide)).to(v.dtype)

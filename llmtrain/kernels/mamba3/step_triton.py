@@ -9,8 +9,8 @@ from torch import Tensor
 
 from llmtrain.kernels.launch import jit, next_power_of_2
 from llmtrain.kernels.mamba3.reference import State
+from llmtrain.kernels.mamba3.rotations import cos_sin
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
-from llmtrain.kernels.mamba3.turns import cos_sin
 from llmtrain.kernels.platform import Platform
 
 _TWO_PI = tl.constexpr(6.283185307179586)
@@ -74,19 +74,19 @@ def _step(
     head, row = tl.program_id(0), tl.program_id(1)
     group, of_head = head // (N_HEADS // N_GROUPS), (row * N_HEADS + head).to(tl.int64)
     n = tl.arange(0, COLUMNS)
-    inside, turns = n < D_STATE, n < 2 * ANGLES
+    inside, rotates = n < D_STATE, n < 2 * ANGLES
     q += row * q_row + group * q_group
     k += row * k_row + group * k_group
     step = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
     share = tl.load(later + row * later_row + head * later_head).to(tl.float32)
     decay = tl.exp(tl.load(log_decay + row * decay_row + head * decay_head).to(tl.float32))
-    now = tl.load(angle + of_head * ANGLES + n // 2, mask=turns, other=0.0)
-    now += step * tl.load(rate + row * rate_row + n // 2, mask=turns, other=0.0).to(tl.float32)
+    now = tl.load(angle + of_head * ANGLES + n // 2, mask=rotates, other=0.0)
+    now += step * tl.load(rate + row * rate_row + n // 2, mask=rotates, other=0.0).to(tl.float32)
     now -= tl.floor(now / _TWO_PI) * _TWO_PI
     cos, sin = cos_sin(now)
     sin = tl.where(n % 2 == 0, -sin, sin)
-    new_q = _turned(q, q_bias + head * D_STATE, n, inside, turns, cos, sin)
-    new_k = _turned(k, k_bias + head * D_STATE, n, inside, turns, cos, sin)
+    new_q = _rotated(q, q_bias + head * D_STATE, n, inside, rotates, cos, sin)
+    new_k = _rotated(k, k_bias + head * D_STATE, n, inside, rotates, cos, sin)
     old_k = tl.load(last_k + of_head * D_STATE + n, mask=inside, other=0.0) * ((1.0 - share) * step)
     skip = tl.load(D + head).to(tl.float32)
     for top in tl.static_range(0, HEAD_DIM, ROWS):
@@ -105,16 +105,16 @@ def _step(
         tl.store(last_v + of_head * HEAD_DIM + p, new_v, mask=p < HEAD_DIM)
     tl.debug_barrier()
     tl.store(last_k + of_head * D_STATE + n, new_k, mask=inside)
-    tl.store(angle + of_head * ANGLES + n // 2, now, mask=turns & (n % 2 == 0))
+    tl.store(angle + of_head * ANGLES + n // 2, now, mask=rotates & (n % 2 == 0))
 
 
 @triton.jit
-def _turned(x, bias, n, inside, turns, cos, sin):
-    """Channels n, biased and turned with their neighbours."""
+def _rotated(x, bias, n, inside, rotates, cos, sin):
+    """Channels n, biased and rotated with their neighbours."""
     own = tl.load(x + n, mask=inside, other=0.0).to(tl.float32) + tl.load(bias + n, mask=inside, other=0.0).to(
         tl.float32
     )
     other = n ^ 1
-    of_pair = tl.load(x + other, mask=turns, other=0.0).to(tl.float32)
-    of_pair += tl.load(bias + other, mask=turns, other=0.0).to(tl.float32)
-    return tl.where(turns, own * cos + of_pair * sin, own)
+    of_pair = tl.load(x + other, mask=rotates, other=0.0).to(tl.float32)
+    of_pair += tl.load(bias + other, mask=rotates, other=0.0).to(tl.float32)
+    return tl.where(rotates, own * cos + of_pair * sin, own)

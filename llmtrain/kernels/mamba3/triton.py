@@ -1,9 +1,9 @@
 """Mamba-3's scan in Triton: the operator, its gradient, and the order of its kernels.
 
 It is Mamba-2's scan (ssd/triton.py) of q and k that every head has of its own, in which a token has one weight in its own output
-and another in later ones. Forward: turn_sums and turn (turns.py: biases, turns, and a token's factor in its own output),
-decays_fwd, and the scan. Backward: turn again, which takes less memory than to keep q and k of each head; decays_fwd; the gradients
-of the scan; decays_bwd, turn_bwd. No atomics: every sum has a fixed order.
+and another in later ones. Forward: rotation_sums and rotate (rotations.py: biases, rotary, and a token's factor in its own output),
+decays_fwd, and the scan. Backward: rotate again, which takes less memory than to keep each head's q and k; decays_fwd; the scan's
+gradients; decays_bwd, rotate_bwd. No atomics: every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import decays, turns
+from llmtrain.kernels.mamba3 import decays, rotations
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operators import operator, register_autograd
@@ -52,8 +52,8 @@ def launch_forward(
     launch, shape = Launch.parse(options), v.shape
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
-    sums = turns.turn_sums(rate, dt)
-    turned_q, turned_k, skip, angle, last_k = turns.turn(
+    sums = rotations.rotation_sums(rate, dt)
+    rotated_q, rotated_k, skip, angle, last_k = rotations.rotate(
         q, k, dt, later, rate, q_bias, k_bias, D, _wide(first), sums, launch.num_sms
     )
     parts = launch.head_parts(shape[3])
@@ -64,7 +64,7 @@ def launch_forward(
         log_decay, dt, later, document_numbers(document_ids), launch.chunk_size, False, parts
     )
     final = torch.empty((v.shape[0], *v.shape[2:], q.shape[3]), dtype=torch.float32, device=v.device)
-    y = scan(v, turned_k, turned_q, skip, dA_cumsum, seq_idx, h, launch, final)
+    y = scan(v, rotated_k, rotated_q, skip, dA_cumsum, seq_idx, h, launch, final)
     return y.view(shape), final.view(shape[0], *shape[2:], q.shape[3]), angle, last_k, sums
 
 
@@ -76,7 +76,7 @@ def _(q, k, v, log_decay, dt, later, rate, q_bias, k_bias, D, h, first, document
     (batch, seq_len, heads, head_dim), d_state, angles = v.shape, q.shape[3], rate.shape[2]
     shapes = ((head_dim, d_state), (angles,), (d_state,))
     last = (v.new_empty((batch, heads, *shape), dtype=torch.float32) for shape in shapes)
-    sums = v.new_empty((batch, heads, angles, -(-seq_len // turns.TILE)), dtype=torch.float64)
+    sums = v.new_empty((batch, heads, angles, -(-seq_len // rotations.TILE)), dtype=torch.float64)
     return v.new_empty(v.shape), *last, sums
 
 
@@ -92,17 +92,17 @@ def launch_backward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     inputs, ids, first = (q, k, dt, later, rate, q_bias, k_bias, D), document_numbers(document_ids), _wide(first)
-    turned_q, turned_k, skip, _, _ = turns.turn(*inputs, first, sums, launch.num_sms)
+    rotated_q, rotated_k, skip, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
     chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
-    dv, dk, dq = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, turned_k, turned_q))
+    dv, dk, dq = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, rotated_k, rotated_q))
     d_h = initial_gradient(h, v)
     terms, _, ddA_state, ddA_blocks = scan_gradients(
-        dy, d_final, v, turned_k, turned_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
+        dy, d_final, v, rotated_k, rotated_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
     )
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
-    dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = turns.turn_bwd(
+    dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations.rotate_bwd(
         dq, dk, d_weight, d_skip, *last, *inputs, first, sums, ids, launch.num_sms
     )
     found = (dq, dk, dv, d_log_decay, d_dt, d_later, d_rate, *d_parameters)

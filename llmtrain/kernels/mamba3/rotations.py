@@ -1,7 +1,7 @@
-"""Queries and keys of Mamba-3's heads: biased, turned by running sums of angles; and what comes back through them.
+"""Queries and keys of Mamba-3's heads: biased, rotated by running sums of angles; and what comes back through them.
 
-The angles of a token are sums over all tokens so far: per tile of tokens `turn_sums` has those of the tile, whose running sums (in
-fp64, a few numbers per tile) are where the next tile begins. So no tensor holds an angle of each token.
+The angles of a token are sums over all tokens so far. `rotation_sums` has those of each tile of tokens, whose running sums (in fp64,
+a few numbers per tile) are where the next tile begins. So no tensor holds an angle of each token.
 """
 
 import torch
@@ -30,25 +30,25 @@ def sizes(q: Tensor, rate: Tensor, n_heads: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def turn_sums(rate: Tensor, dt: Tensor) -> Tensor:
+def rotation_sums(rate: Tensor, dt: Tensor) -> Tensor:
     """Angles from the first token to the end of each tile, [batch, heads, angles, tiles] in fp64. rate: [batch, T, angles]; dt:
     [batch, T, heads]; fp32 and contiguous."""
     (batch, seq_len, angles), heads = rate.shape, dt.shape[2]
     sums = torch.empty((batch, heads, angles, cdiv(seq_len, TILE)), dtype=torch.float32, device=dt.device)
-    _turn_sums[sums.shape[3], batch](
+    _rotation_sums[sums.shape[3], batch](
         rate, dt, sums, seq_len, N_HEADS=heads, ANGLES=angles, PAIRS=next_power_of_2(angles), TILE=TILE, num_warps=1
     )
     return sums.cumsum(3, dtype=torch.float64)
 
 
-def turn(
+def rotate(
     q: Tensor, k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor,
     first: Tensor | None, sums: Tensor, num_sms: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Turned q and k of each head, [batch, T, heads, d_state]; the factor of each token's v in its own output, [batch, heads, T]
+    """Rotated q and k of each head, [batch, T, heads, d_state]; the factor of each token's v in its own output, [batch, heads, T]
     in fp32; and of the last token its angles, [batch, heads, angles], and k, [batch, heads, d_state], in fp32.
 
-    first: angles of the token before the first, [batch, heads, angles]; sums: of turn_sums.
+    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums.
     """
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     wide = {"dtype": torch.float32, "device": q.device}
@@ -57,7 +57,7 @@ def turn(
     angle, last_k = torch.empty((batch, heads, rate.shape[2]), **wide), torch.empty((batch, heads, d_state), **wide)
     tiles = sums.shape[3]
     of_program = _FORWARD.heads(heads // groups, batch * tiles * groups, num_sms)
-    _turn[groups * cdiv(heads // groups, of_program), tiles, batch](
+    _rotate[groups * cdiv(heads // groups, of_program), tiles, batch](
         *(q, k, dt, later, rate, q_bias, k_bias, D, first, sums, *found, skip, angle, last_k, seq_len),
         *(*q.stride()[:3], *k.stride()[:3]),
         HEADS_PER_PROGRAM=of_program,
@@ -67,12 +67,12 @@ def turn(
     return found[0], found[1], skip, angle, last_k
 
 
-def turn_bwd(
+def rotate_bwd(
     dq: Tensor, dk: Tensor, d_weight: Tensor, d_skip: Tensor, d_angle: Tensor | None, d_last_k: Tensor | None, q: Tensor,
     k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor, first: Tensor | None,
     sums: Tensor, document_ids: Tensor | None, num_sms: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, k, dt, later, rate, q_bias, k_bias, D and first, from those of `turn`'s results and of the tokens'
+    """The gradients of q, k, dt, later, rate, q_bias, k_bias, D and first, from those of `rotate`'s results and of the tokens'
     weights (decays_bwd). d_angle, d_last_k: of the last token, if they are wanted."""
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     tiles, angles = sums.shape[3], rate.shape[2]
@@ -84,18 +84,29 @@ def turn_bwd(
     d_rates = torch.empty((groups * blocks, *rate.shape), **wide)
     d_dt, d_later, d_rate = torch.empty_like(dt), torch.empty_like(later), torch.empty_like(rate)
     # Of a tile, sums of its angles' gradients; of its heads, those of the biases and of D.
-    d_turns = torch.empty((batch, heads, angles, tiles), **wide)
+    d_rotations = torch.empty((batch, heads, angles, tiles), **wide)
     partials = torch.empty((batch * tiles, heads * (2 * d_state + 1)), **wide)
-    _turn_bwd[groups * blocks, tiles, batch](
+    _rotate_bwd[groups * blocks, tiles, batch](
         *(dq, dk, d_weight, d_skip, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids),
-        *(dq_blocks, dk_blocks, d_dt, d_later, d_rates, d_turns, partials, seq_len, *q.stride()[:3], *k.stride()[:3]),
+        *(
+            dq_blocks,
+            dk_blocks,
+            d_dt,
+            d_later,
+            d_rates,
+            d_rotations,
+            partials,
+            seq_len,
+            *q.stride()[:3],
+            *k.stride()[:3],
+        ),
         HEADS_PER_PROGRAM=of_program,
         **sizes(q, rate, heads),
         **_BACKWARD.options,
     )
-    d_turns = d_turns.cumsum(3, dtype=torch.float64)
-    _turn_ends[tiles, batch](
-        rate, dt, d_turns, d_angle, d_rates, d_dt, d_rate, seq_len, groups * blocks, batch * seq_len * angles,
+    d_rotations = d_rotations.cumsum(3, dtype=torch.float64)
+    _rotate_ends[tiles, batch](
+        rate, dt, d_rotations, d_angle, d_rates, d_dt, d_rate, seq_len, groups * blocks, batch * seq_len * angles,
         N_HEADS=heads, ANGLES=angles, PAIRS=next_power_of_2(angles), TILE=TILE, num_warps=4,
     )  # fmt: skip
     d_biases = [torch.empty_like(t) for t in (q_bias, k_bias, D)]
@@ -103,12 +114,12 @@ def turn_bwd(
     d_q, d_k = (t[0] if blocks == 1 else t.sum(0).to(q.dtype) for t in (dq_blocks, dk_blocks))
     d_first = dt.new_empty(0)
     if first is not None:
-        d_first = d_turns[..., -1].float() if d_angle is None else d_turns[..., -1].float() + d_angle
+        d_first = d_rotations[..., -1].float() if d_angle is None else d_rotations[..., -1].float() + d_angle
     return d_q, d_k, d_dt, d_later, d_rate, *d_biases, d_first
 
 
 @jit
-def _turn_sums(
+def _rotation_sums(
     rate, dt, sums, seq_len, N_HEADS: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Program (tile, row of the batch)."""
@@ -177,8 +188,8 @@ def _load_bias(bias, head, i, ANGLES: tl.constexpr, D_STATE: tl.constexpr):
 
 
 @jit
-def _turn(
-    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, turned_q, turned_k, skip, angle, last_k,
+def _rotate(
+    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, rotated_q, rotated_k, skip, angle, last_k,
     seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, D_STATE: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
@@ -212,11 +223,11 @@ def _turn(
         e, f = k_a + bias_a, k_b + bias_b
         score = tl.sum(a * e + b * f, 1)
         to = of_token[:, None] * D_STATE + c[None, :]
-        tl.store(turned_q + to, _join(a * cos - b * sin, a * sin + b * cos, PAIRS).to(q.dtype.element_ty), mask=paired)
-        turned = _join(e * cos - f * sin, e * sin + f * cos, PAIRS)
-        tl.store(turned_k + to, turned.to(k.dtype.element_ty), mask=paired)
+        tl.store(rotated_q + to, _join(a * cos - b * sin, a * sin + b * cos, PAIRS).to(q.dtype.element_ty), mask=paired)
+        rotated = _join(e * cos - f * sin, e * sin + f * cos, PAIRS)
+        tl.store(rotated_k + to, rotated.to(k.dtype.element_ty), mask=paired)
         ends = tl.broadcast_to((last_k + of_head * D_STATE + c)[None, :], (TILE, 2 * PAIRS))
-        tl.store(ends, turned, mask=paired & last)
+        tl.store(ends, rotated, mask=paired & last)
         ends = tl.broadcast_to((angle + of_head * ANGLES + i)[None, :], (TILE, PAIRS))
         tl.store(ends, now, mask=last & (i < ANGLES)[None, :])
         if REST > 0:
@@ -224,8 +235,8 @@ def _turn(
             e = k_c + tl.load(k_bias + head * D_STATE + rest, mask=rest < D_STATE, other=0.0).to(tl.float32)[None, :]
             score += tl.sum(a * e, 1)
             to = of_token[:, None] * D_STATE + rest[None, :]
-            tl.store(turned_q + to, a.to(q.dtype.element_ty), mask=unpaired)
-            tl.store(turned_k + to, e.to(k.dtype.element_ty), mask=unpaired)
+            tl.store(rotated_q + to, a.to(q.dtype.element_ty), mask=unpaired)
+            tl.store(rotated_k + to, e.to(k.dtype.element_ty), mask=unpaired)
             ends = tl.broadcast_to((last_k + of_head * D_STATE + rest)[None, :], (TILE, REST))
             tl.store(ends, e, mask=unpaired & last)
         own = step * tl.load(later + of_token, mask=t < seq_len, other=0.0)
@@ -234,17 +245,17 @@ def _turn(
 
 
 @jit
-def _turn_bwd(
+def _rotate_bwd(
     dq, dk, d_weight, d_skip, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids,
-    dq_blocks, dk_blocks, d_dt, d_later, d_rates, d_turns, partials,
+    dq_blocks, dk_blocks, d_dt, d_later, d_rates, d_rotations, partials,
     seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, D_STATE: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Program (group and block of its heads, tile, row of the batch): loops over heads, and sums over them.
 
-    The gradient of an angle is a db - b da of each pair (a, b) of q and of k, with the gradients da, db before the turn. It acts
-    on the time steps of all tokens up to this one: within the tile here, of tiles before it by `d_turns`.
+    The gradient of an angle is a db - b da of each pair (a, b) of q and of k, with the gradients da, db before rotary. It acts on
+    the time steps of all tokens up to this one: within the tile here, of tiles before it by `d_rotations`.
     """
     PER_GROUP: tl.constexpr = N_HEADS // N_GROUPS
     BLOCKS: tl.constexpr = (PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
@@ -318,7 +329,7 @@ def _turn_bwd(
         tl.store(partials + 2 * N_HEADS * D_STATE + head, tl.sum(d_factor, 0))
         since = tl.cumsum(d_now, 0, reverse=True)
         d_rate += step[:, None] * since
-        tl.store(d_turns + (of_head * ANGLES + i) * tiles + tile, tl.sum(d_now, 0), mask=i < ANGLES)
+        tl.store(d_rotations + (of_head * ANGLES + i) * tiles + tile, tl.sum(d_now, 0), mask=i < ANGLES)
         # A token's weights: its own, and that of the token before it.
         d_own = tl.load(d_weight + of_token, mask=t < seq_len, other=0.0) + d_factor * score
         d_before = tl.load(d_weight + of_token - N_HEADS, mask=followed, other=0.0)
@@ -338,12 +349,12 @@ def _turn_bwd(
 
 
 @jit
-def _turn_ends(
-    rate, dt, d_turns, d_angle, d_rates, d_dt, d_rate, seq_len, blocks, of_block,
+def _rotate_ends(
+    rate, dt, d_rotations, d_angle, d_rates, d_dt, d_rate, seq_len, blocks, of_block,
     N_HEADS: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, row of the batch): adds to the gradients of dt and rate what comes from the angles of later tiles, and
-    to that of rate the sums over heads. d_turns: running sums over tiles, in fp64."""
+    to that of rate the sums over heads. d_rotations: running sums over tiles, in fp64."""
     tile, tiles, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     t, i = tile * TILE + tl.arange(0, TILE), tl.arange(0, PAIRS)
     inside = (t < seq_len)[:, None] & (i < ANGLES)[None, :]
@@ -355,7 +366,7 @@ def _turn_ends(
         d_rates += of_block
     for head in range(N_HEADS):
         of_head, to = row * N_HEADS + head, (row * seq_len + t) * N_HEADS + head
-        sums = d_turns + (of_head * ANGLES + i) * tiles
+        sums = d_rotations + (of_head * ANGLES + i) * tiles
         behind = tl.load(sums + tiles - 1, mask=i < ANGLES, other=0.0) - tl.load(
             sums + tile, mask=i < ANGLES, other=0.0
         )
