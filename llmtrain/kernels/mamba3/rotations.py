@@ -1,7 +1,7 @@
 """Queries and keys of Mamba-3's heads: biased, rotated by running sums of angles; and what comes back through them.
 
-The angles of a token are sums over all tokens so far. `rotation_sums` has those of each tile of tokens, whose running sums (in fp64,
-a few numbers per tile) are where the next tile begins. So no tensor holds an angle of each token.
+The angles of a token are sums over all tokens so far. `rotation_sums` has those of each tile of tokens, whose running sums (in
+fp64, a few numbers per tile) are where the next tile begins. So no tensor holds an angle of each token.
 """
 
 import torch
