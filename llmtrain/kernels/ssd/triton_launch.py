@@ -108,6 +108,9 @@ class Launch(Options):
         passing, blocks = self.state_passing.tile, self.inter_chunk_bwd.dstate_blocks
         if passing is not None and passing > self.chunk_size:
             return f"state_passing: tile is a part of a chunk, and {passing} is above chunk_size, {self.chunk_size}"
+        for name in ("state_passing_bwd", "state_passing_bwd_wide"):
+            if (launch := getattr(self, name)) is not None and launch.tile is not None:
+                return f"{name}: tile is of state_passing alone; leave it out"
         if self.tile < LEAST_SIDE:
             return f"intra_chunk_halves_bwd takes halves of chunks: chunk_size_bwd must be at least {2 * LEAST_SIDE}"
         if blocks > 1 and blocks * LEAST_SIDE > 1 << (shape["d_state"] - 1).bit_length():

@@ -299,6 +299,7 @@ def a_scan(**changes) -> dict:
             a_scan(chunk_size=64, state_passing__tile=128),
             "state_passing: tile is a part of a chunk, and 128 is above chunk_size, 64",
         ),
+        (a_scan(state_passing_bwd__tile=64), "state_passing_bwd: tile is of state_passing alone; leave it out"),
         (a_scan(state_passing__tile=48), "state_passing: tile: expected a power of two from 16 on, not 48"),
         (
             a_scan(state_passing__block_dstate=8),
