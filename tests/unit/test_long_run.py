@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,6 +45,11 @@ def test_processes_have_roles():
 def test_a_session_s_processes_and_their_memory():
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
+        while (
+            "60" not in (found := next(iter(long_run.processes_of(process.pid).values()), (0, 0, "")))[2]
+            or not found[1]
+        ):
+            time.sleep(0.01)  # it has begun, and is not `sleep` yet
         [(pid, (_, mib, command))] = long_run.processes_of(process.pid).items()
         assert pid == process.pid and 0 < mib < 100 and "60" in command
     finally:
