@@ -196,8 +196,8 @@ def _load_bias(bias, head, i, ANGLES: tl.constexpr, D_STATE: tl.constexpr):
 def _place(
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr
 ):  # fmt: skip
-    """Of program (group and block of its heads, tile, row of the batch): group, block, first head and the one behind its last,
-    row, tokens."""
+    """Group, block, first head and the one behind its last, row, and tokens, of program (group and block of its heads, tile, row of
+    the batch)."""
     PER_GROUP: tl.constexpr = N_HEADS // N_GROUPS
     BLOCKS: tl.constexpr = (PER_GROUP + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     group, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
