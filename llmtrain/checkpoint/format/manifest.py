@@ -25,6 +25,8 @@ FORMAT = 2
 BASE_FORMAT = 3
 """Of checkpoints that hold a part of the model. What reads format 2 alone would take one for damaged, and go back to another."""
 NAME = "manifest.json"
+PUBLISHED = "published"
+"""Key of the config of an imported checkpoint: the model_type of its folder."""
 OWN_FILE = re.compile(
     r"(manifest|index)\.json(\.tmp)?|tensors[\d-]*\.safetensors|__\d+_\d+\.distcp|\.metadata|model\.yaml|tokenizer.*"
 )
