@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.adapt.base import adaptations, adapted
 from llmtrain.adapt.peft_read import Adapters, attach, is_peft, read_peft
+from llmtrain.adapt.stored_weights import store_in_8_bits
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
@@ -25,7 +26,7 @@ from llmtrain.models.backends import servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.schema.adapt import AdaptConfig
+from llmtrain.schema.adapt import AdaptConfig, WeightFormat
 
 
 def load_model(
@@ -36,6 +37,7 @@ def load_model(
     *,
     ema: bool = False,
     adapter: str | None = None,
+    weights: WeightFormat | None = None,
 ) -> tuple[CausalLM, TextTokenizer]:
     """Load a model and its tokenizer.
 
@@ -46,6 +48,7 @@ def load_model(
     device: default this process's GPU, or else its CPU.
     ema: the moving average of the weights, which a run with train.ema keeps.
     adapter: a folder of peft's, or a checkpoint of adapters alone, beside the model's weights.
+    weights: format of linear layers' weights, once they are loaded; default `dtype`.
     Raises UserError when there is nothing to load there, or no tokenizer with it.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +82,10 @@ def load_model(
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
-    return CausalLM(model.cast(dtype)).to(device).eval(), tokenizer
+    made = CausalLM(model.cast(dtype)).to(device).eval()
+    if weights is not None:
+        store_in_8_bits(made.hybrid, weights, here)
+    return made, tokenizer
 
 
 def _read_adapter(adapter: str, source: str, own: Path | None, config: ModelConfig, ema: bool) -> Adapters:
