@@ -244,6 +244,13 @@ def _rotate(
         tl.store(skip + of_head * seq_len + t, factor, mask=t < seq_len)
 
 
+@triton.jit
+def _turn(a, b, cos, sin, up_a, up_b, dtype: tl.constexpr):
+    """Gradients of angles, [tokens, PAIRS], from those of rotated pairs: of these as the scan read them, rounded, since its
+    gradients cancel over tokens with no others."""
+    return (a * cos - b * sin).to(dtype).to(tl.float32) * up_b - (a * sin + b * cos).to(dtype).to(tl.float32) * up_a
+
+
 @jit
 def _rotate_bwd(
     dq, dk, d_weight, d_skip, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids,
@@ -299,12 +306,13 @@ def _rotate_bwd(
         at = of_token.to(tl.int64) * D_STATE
         up_a, up_b = _load_pairs(dq, at, i, 1, paired, PAIRS)
         d_a, d_b = up_a * cos + up_b * sin, up_b * cos - up_a * sin
+        d_now = _turn(a, b, cos, sin, up_a, up_b, q.dtype.element_ty)  # what comes by the token's own score cancels
         up_a, up_b = _load_pairs(dk, at, i, 1, paired, PAIRS)
         if d_last_k is not None:
             end_a, end_b = _load_bias(d_last_k + of_head * D_STATE, 0, i, ANGLES, D_STATE)
             up_a, up_b = up_a + tl.where(last, end_a, 0.0), up_b + tl.where(last, end_b, 0.0)
         d_e, d_f = up_a * cos + up_b * sin, up_b * cos - up_a * sin
-        d_now = a * d_b - b * d_a + e * d_f - f * d_e  # what comes by the token's own score cancels
+        d_now += _turn(e, f, cos, sin, up_a, up_b, k.dtype.element_ty)
         d_a, d_b, d_e, d_f = d_a + d_score * e, d_b + d_score * f, d_e + d_score * a, d_f + d_score * b
         dq_a, dq_b, dk_a, dk_b = dq_a + d_a, dq_b + d_b, dk_a + d_e, dk_b + d_f
         of_q = partials + head * D_STATE + 2 * i

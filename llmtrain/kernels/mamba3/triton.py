@@ -95,7 +95,9 @@ def launch_backward(
     rotated_q, rotated_k, skip, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
     chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
-    dv, dk, dq = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, rotated_k, rotated_q))
+    # In fp32: the gradient of an angle is what is left of sums over all later tokens, of which the largest part cancels.
+    dk, dq = (torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (rotated_k, rotated_q))
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_h = initial_gradient(h, v)
     terms, _, ddA_state, ddA_blocks = scan_gradients(
         dy, d_final, v, rotated_k, rotated_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
