@@ -44,7 +44,7 @@ def rotation_sums(rate: Tensor, dt: Tensor) -> Tensor:
     _rotation_sums[sums.shape[3], batch](
         rate, dt, sums, seq_len, N_HEADS=heads, ANGLES=angles, PAIRS=next_power_of_2(angles), TILE=TILE, num_warps=1
     )
-    return sums.cumsum(3, dtype=torch.float64).remainder_(2 * math.pi).float()
+    return sums.cumsum(3, dtype=torch.float64).remainder(2 * math.pi).float()
 
 
 def rotate(
