@@ -97,7 +97,7 @@ class Checkpoint(ABC):
     @property
     def health(self) -> str:
         """One phrase for a table: complete, partial, another format, or the damage."""
-        if self.partial:
+        if self.in_progress:
             return "partial (being written or deleted, or cut short)"
         if isinstance(self.problem, NewerFormatError):
             return "newer format: update llmtrain"

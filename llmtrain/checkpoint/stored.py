@@ -26,7 +26,7 @@ _STEP = re.compile(r"(checkpoints/)?step-\d{8}")
 
 
 class StoredCheckpoint(Checkpoint):
-    """See Checkpoint. Without a manifest it is being uploaded or deleted, or that was interrupted.
+    """See Checkpoint. Without a manifest it is being uploaded (see upload.upload) or that was interrupted, or it was deleted.
 
     prefix: with which its objects' names begin, such as `step-00000100/`; empty if the store's address is the checkpoint's.
     sizes: bytes of its objects, by file name.
@@ -41,10 +41,12 @@ class StoredCheckpoint(Checkpoint):
 
     def _read(self) -> Manifest | CheckpointError:
         if self.partial:  # also where a pipe has the manifest's name
-            return CheckpointError(
-                f"{self.address} is not a complete checkpoint: it has no {manifests.NAME} (being uploaded or deleted, or that "
-                "was cut short)"
+            why = (
+                "being uploaded, or that was cut short"
+                if self.in_progress
+                else "deleted in part, or sent by an earlier llmtrain"
             )
+            return CheckpointError(f"{self.address} is not a complete checkpoint: it has no {manifests.NAME} ({why})")
         try:
             manifest = manifests.parse(self.address, self.store.read(self.prefix + manifests.NAME))
             for name, record in manifest.files.items():
@@ -80,7 +82,7 @@ class StoredCheckpoint(Checkpoint):
 
     @property
     def in_progress(self) -> bool:
-        return self.partial
+        return self.partial and manifests.UNFINISHED in self.sizes
 
     @property
     def own(self) -> bool:
@@ -117,8 +119,8 @@ class StoredCheckpoint(Checkpoint):
         return folder
 
     def delete(self) -> None:
-        """Delete the manifest first: from then on it is no checkpoint, whatever interrupts the rest."""
-        for name in sorted(self.sizes, key=lambda name: name != manifests.NAME):
+        """Delete the manifest first: from then on it is no checkpoint, whatever interrupts the rest; the mark of an upload last."""
+        for name in sorted(self.sizes, key=lambda name: (name != manifests.NAME, name == manifests.UNFINISHED)):
             self.store.delete(self.prefix + name)
         self.store.abandon(self.prefix)
 

@@ -1,4 +1,7 @@
-"""Copy of a checkpoint from a disk to a store: the files first, the manifest last, so that it appears only when it is whole."""
+"""Copy of a checkpoint from a disk to a store: the files first, the manifest last, so that it appears only when it is whole.
+
+Before the files the manifest is sent under another name: what has neither name lost its manifest, and was once whole.
+"""
 
 import contextlib
 import os
@@ -61,6 +64,7 @@ def upload(store: ObjectStore, folder: Path, *, progress: Progress = no_progress
         earlier: set[str] = set()
         if not store.holds(prefix + manifests.NAME, len(text), digest):
             earlier = _listed(store, prefix)
+            store.put(prefix + manifests.UNFINISHED, own, len(text), digest, no_progress)
             store.delete(prefix + manifests.NAME)  # of another save of this step, whose files are about to change
             send(store, prefix, files, manifest.files, sent)
             store.put(prefix + manifests.NAME, own, len(text), digest, sent)

@@ -2,7 +2,7 @@
 
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -20,12 +20,16 @@ QUICK = RetryPolicy(attempts=12, first=0.002, longest=0.02)
 """A request in three fails: twelve in a row, once in 500,000."""
 
 
-def make_checkpoint(root: Path, step: int, files: int = 5, nbytes: int = 20_000, **changes: object) -> Path:
+def make_checkpoint(
+    root: Path, step: int, files: int = 5, nbytes: int = 20_000, more: Sequence[str] = (), **changes: object
+) -> Path:
     """A complete checkpoint of random files; every save has other bytes."""
     folder = root / local.folder_name(step)
     folder.mkdir(parents=True)
     for i in range(files):
         (folder / f"__0_{i}.distcp").write_bytes(random.randbytes(nbytes + i))
+    for name in more:
+        (folder / name).write_text(name)
     records: dict[str, manifests.FileRecord] = {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": manifests.hash_file(path)} for path in folder.iterdir()
     }

@@ -25,6 +25,10 @@ FORMAT = 2
 BASE_FORMAT = 3
 """Of checkpoints that hold a part of the model. What reads format 2 alone would take one for damaged, and go back to another."""
 NAME = "manifest.json"
+PUBLISHED = "published"
+"""Key of the config of an imported checkpoint: the model_type of its folder."""
+UNFINISHED = NAME + ".tmp"
+"""The manifest until all is written; in a store, from before the first file is sent until the last one is there."""
 OWN_FILE = re.compile(
     r"(manifest|index)\.json(\.tmp)?|tensors[\d-]*\.safetensors|__\d+_\d+\.distcp|\.metadata|model\.yaml|tokenizer.*"
 )
@@ -102,7 +106,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         fields["format"] = BASE_FORMAT
     body = json.dumps(fields, indent=1).encode()
     checksum = xxhash.xxh3_128_hexdigest(body)
-    temporary = folder / (NAME + ".tmp")
+    temporary = folder / UNFINISHED
     write_synced(temporary, body.removesuffix(b"\n}") + f',\n "xxh3_128": "{checksum}"\n}}\n'.encode())
     temporary.rename(folder / NAME)
     sync_path(folder)

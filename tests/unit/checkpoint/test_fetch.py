@@ -1,5 +1,7 @@
 """The newest checkpoint of a store before a run starts: what is there and not good ends the start."""
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -10,6 +12,7 @@ import pytest
 from llmtrain.checkpoint.fetch import fetch_newest
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError
+from llmtrain.checkpoint.stored import list_stored
 from llmtrain.checkpoint.stores.base import StoreError
 from llmtrain.checkpoint.stores.mounted import MountedStore
 from llmtrain.checkpoint.stores.open import open_store
@@ -54,11 +57,11 @@ def test_what_is_incomplete_here_does_not_reach_the_store(tmp_path):
     assert store.sizes("") == {}
 
 
-@pytest.mark.parametrize("damage", ["file", "manifest", "empty manifest", "missing file"])
+@pytest.mark.parametrize("damage", ["file", "manifest", "empty manifest", "missing file", "no manifest"])
 def test_damaged_checkpoints_alone_end_the_start(store, tmp_path, damage):
     for folder in (tmp_path / "store").glob("step-*"):
         name = "manifest.json" if "manifest" in damage else "__0_1.distcp"
-        if damage == "missing file":
+        if damage in ("missing file", "no manifest"):
             (folder / name).unlink()
         elif damage == "empty manifest":
             (folder / name).write_text("")
@@ -74,15 +77,49 @@ def test_damaged_checkpoints_alone_end_the_start(store, tmp_path, damage):
     )  # this machine has a good one: theirs are named and passed over
 
 
-def test_an_older_good_one_is_taken_and_an_upload_that_was_cut_short_is_no_damage(store, tmp_path):
-    flip(tmp_path / "store" / "step-00000004" / "__0_1.distcp")
+@pytest.mark.parametrize("damage", ["file", "no manifest"])
+def test_an_older_good_one_is_taken(store, tmp_path, damage):
+    newest = tmp_path / "store" / "step-00000004"
+    flip(newest / "__0_1.distcp") if damage == "file" else (newest / "manifest.json").unlink()
     assert any("step-00000004" in text and "WARNING" in text for text in fetch(store.url, tmp_path / "here"))
     assert (tmp_path / "here" / "step-00000002" / "manifest.json").is_file()
-    other = MountedStore(tmp_path / "other")
-    upload(other, make_checkpoint(tmp_path / "made", 6))
-    other.delete("step-00000006/manifest.json")
-    [warning] = fetch(other.url, tmp_path / "elsewhere")
-    assert "cut short" in warning
+
+
+def cut(store: MountedStore, changes: int, action: Callable[[], object]) -> bool:
+    """Runs an action up to its `changes`-th change of the store; whether it was ended there, as by a kill."""
+    left, kept = [changes], {name: getattr(store, name) for name in ("put", "delete")}
+
+    def change(name: str, *arguments: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        kept[name](*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for name in kept:
+            patch.setattr(store, name, functools.partial(change, name))
+        action()
+    return left[0] < 0
+
+
+def test_first_uploads_that_were_cut_short_at_any_moment_never_block_a_start(tmp_path):
+    """Of one step, then of a later one too, then of their deletion: nothing here was ever whole."""
+    store, ends = MountedStore(tmp_path / "store"), 0
+    folders = [make_checkpoint(tmp_path / "made", step, files=2, more=["tokenizer.json"]) for step in (2, 4)]
+    for moment in range(5):  # the mark, three files and the manifest; then the mark goes
+        assert cut(store, moment, lambda: upload(store, folders[0]))
+        for later in range(5):
+            assert cut(store, later, lambda: upload(store, folders[1]))
+            while there := [found for found in list_stored(store) if found.step == 4]:
+                warnings = fetch(store.url, tmp_path / "here")
+                assert len(warnings) == len(list_stored(store)) and all("cut short" in text for text in warnings)
+                cut(store, 1, there[0].delete)
+                ends += 1
+    assert ends >= 20
+    for folder in folders:
+        upload(store, folder)
+    assert store.sizes().keys() == {f"{folder.name}/{path.name}" for folder in folders for path in folder.iterdir()}
+    assert fetch(store.url, tmp_path / "here")[0].startswith("downloading")
 
 
 ANSWERS = {
