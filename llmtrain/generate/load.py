@@ -17,7 +17,7 @@ from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Section
 from llmtrain.config.decode import decode
-from llmtrain.config.regular_file import read_bytes
+from llmtrain.config.regular_file import read_bytes, read_json
 from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
@@ -78,7 +78,7 @@ def load_model(
 
         (model, tokenizer), own = Repository(source).read(read), None
     if adapter is not None:
-        model = attach(model.to(device), _read_adapter(adapter, source, model.config, ema))
+        model = attach(model.to(device), _read_adapter(adapter, source, own, model.config, ema))
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
@@ -88,18 +88,22 @@ def load_model(
     return made, tokenizer
 
 
-def _read_adapter(adapter: str, source: str, config: ModelConfig, ema: bool) -> Adapters:
-    """Raises UserError for adapters of another base."""
-    path = Path(adapter).expanduser()
-    found = read_peft(path, config) if is_peft(path) else Repository(adapter).read(partial(_stored_adapter, ema=ema))
-    folder = Path(source).expanduser()
-    if found.base is not None and not (folder / "config.json").is_file():
-        save_id = Repository(source).find().require().save_id
-        if save_id != found.base["save_id"]:
-            raise UserError(
-                f"{adapter} holds adapters of save {found.base['save_id']} ({found.base['address']}); {source} is another one "
-                f"({save_id}). Give that one as the model"
-            )
+def _read_adapter(adapter: str, source: str, own: Path | None, config: ModelConfig, ema: bool) -> Adapters:
+    """own: the folder in Hugging Face format that the base is. Raises UserError for adapters of another base."""
+    path, base = Path(adapter).expanduser(), None if own else Repository(source).find().require()
+    published = read_json(own / "config.json").get("model_type") if own else None
+    if base is not None:
+        published = base.config.get(manifests.PUBLISHED)
+    found = (
+        read_peft(path, config, published)
+        if is_peft(path)
+        else Repository(adapter).read(partial(_stored_adapter, ema=ema))
+    )
+    if found.base is not None and base is not None and base.save_id != found.base["save_id"]:
+        raise UserError(
+            f"{adapter} holds adapters of save {found.base['save_id']} ({found.base['address']}); {source} is another one "
+            f"({base.save_id}). Give that one as the model"
+        )
     return found
 
 
