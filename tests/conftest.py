@@ -87,6 +87,10 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         made.close()
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--ci", action="store_true", help="with the tests marked ci, compile or wheel, as .ci/run does")
+
+
 def pytest_configure(config) -> None:
     """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
     they come first, and no worker is left with one at the end."""
@@ -101,13 +105,15 @@ def pytest_collection_finish(session) -> None:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Tests marked slow, ci, campaign, compile or wheel run only when asked for: pytest -m slow; those marked gpu where one is."""
+    """Tests marked slow, ci, campaign, compile or wheel run only when asked for, as by pytest -m slow; those marked gpu where
+    one is."""
     if of_gpus := [item for item in items if item.get_closest_marker("gpu")]:
         import torch
 
         for item in [] if torch.cuda.is_available() else of_gpus:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm GPU"))
-    unasked = {mark for mark in ("slow", "ci", "campaign", "compile", "wheel") if mark not in config.getoption("-m")}
+    asked = config.getoption("-m") + " ci compile wheel" * config.getoption("--ci")
+    unasked = {mark for mark in ("slow", "ci", "campaign", "compile", "wheel") if mark not in asked}
     left_out = [item for item in items if not unasked.isdisjoint(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.adapt.adapters import adapted_class
+from llmtrain.adapt.adapters import Down, Up, adapted_class
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layers import Head, Linear
 from llmtrain.schema.adapt import NF4_BLOCK as BLOCK
@@ -94,8 +94,24 @@ class _Product(torch.autograd.Function):
         return gradient @ weight, None, None, None, None, None, None
 
 
-class NF4Linear(Linear):
-    """A frozen linear layer whose weight is `stored`. It has no parameter `weight`."""
+class StoredLinear(Linear):
+    """A frozen linear layer whose weight is `stored` in fewer bits. It has no parameter `weight`, but the property: what they stand
+    for."""
+
+    stored: NamedTuple
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x W^T."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = self.multiply(input)
+        y = y if self.summing is None else self.summing.leave(y)
+        return y if self.bias is None else y + self.bias
+
+
+class NF4Linear(StoredLinear):
+    """A frozen linear layer whose weight is `stored` in 4 bits."""
 
     stored: NF4
 
@@ -104,30 +120,35 @@ class NF4Linear(Linear):
         one = self.stored
         return widened(one.codes, one.scales, one.steps, one.mean, one.shape, one.dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         one = self.stored
-        y = _Product.apply(input, one.codes, one.scales, one.steps, one.mean, *one.shape)
-        y = y if self.summing is None else self.summing.leave(y)
-        return y if self.bias is None else y + self.bias
+        return _Product.apply(x, one.codes, one.scales, one.steps, one.mean, *one.shape)
+
+
+def linear_layers(model: HybridLM) -> Iterator[Linear]:
+    """The model's own: without its head and adapters' matrices."""
+    return (
+        module for module in model.modules() if isinstance(module, Linear) and not isinstance(module, Head | Down | Up)
+    )
 
 
 def frozen_linears(model: HybridLM) -> Iterator[Linear]:
-    """The layers whose weights are stored so."""
-    return (
-        module
-        for module in model.modules()
-        if isinstance(module, Linear) and not isinstance(module, Head) and not module.weight.requires_grad
-    )
+    """The layers whose weights are stored in 4 bits."""
+    return (linear for linear in linear_layers(model) if not linear.weight.requires_grad)
+
+
+def store(linear: Linear, kind: type[StoredLinear], stored: NamedTuple) -> None:
+    """Make a linear layer one whose weight is stored."""
+    del linear._parameters["weight"]
+    linear.__class__ = adapted_class(kind) if hasattr(linear, "lora") else kind
+    linear.__dict__["stored"] = stored  # no buffer: casts of the model leave it as it is
 
 
 @torch.no_grad()
 def quantise(model: HybridLM, device: torch.device) -> None:
     """Replace the weights of frozen linear layers, one after another. device: of the model."""
     for linear in list(frozen_linears(model)):
-        stored = quantised(linear.weight.to(device))
-        del linear._parameters["weight"]
-        linear.__class__ = adapted_class(NF4Linear) if hasattr(linear, "lora") else NF4Linear
-        linear.__dict__["stored"] = stored
+        store(linear, NF4Linear, quantised(linear.weight.to(device)))
 
 
 def wait_in_host_memory(model: HybridLM) -> None:

@@ -44,7 +44,7 @@ def write_peft(
         if layer.is_experts:
             units[layer.module] = all_units[0]
             both = {one.module for one in layers if one.is_experts and lora.adapters.get(one.site.place)}
-            made |= _of_experts(layer.module, both, *(tensors[f"{place}.{name}"] for name in ("down", "up")))
+            made |= _of_experts(layer, both, *(tensors[f"{place}.{name}"] for name in ("down", "up")))
             continue
         if layer.is_embedding:
             units[layer.module] = all_units[0]
@@ -93,10 +93,10 @@ def parameter_keys(chosen: Collection[str]) -> dict[str, str]:
     }
 
 
-def _of_experts(name: str, chosen: Collection[str], down: Tensor, up: Tensor) -> dict[str, Tensor]:
+def _of_experts(layer: PublishedLayer, chosen: Collection[str], down: Tensor, up: Tensor) -> dict[str, Tensor]:
     """peft's tensors: A [n * rank, columns] by expert, B [rows, rank * n] by place in the rank."""
-    key = f"{PREFIX}{parameter_keys(chosen)[name]}"
-    return {f"{key}.lora_A.weight": down.flatten(0, 1), f"{key}.lora_B.weight": up.permute(1, 2, 0).flatten(1)}
+    key, rows = f"{PREFIX}{parameter_keys(chosen)[layer.module]}", up.permute(1, 2, 0).flatten(1)
+    return {f"{key}.lora_A.weight": down.flatten(0, 1), f"{key}.lora_B.weight": layer.published(rows)}
 
 
 def _magnitude(layer: PublishedLayer, covered: Sequence[Unit], place: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ class PublishedLayer:
         return self._part(rows).flatten(rows).view(rows.shape)
 
     def _part(self, rows: Tensor) -> Part:
-        return replace(self.part, shape=tuple(rows.shape))
+        return replace(self.part, shape=tuple(rows.shape), transposed=False, rows=0)
 
 
 def published_layers(config: ModelConfig, family: Family) -> list[PublishedLayer]:
@@ -67,8 +67,8 @@ def published_layers(config: ModelConfig, family: Family) -> list[PublishedLayer
     for site in sites(model):
         ours = f"{paths[site.layer]}.{site.matrix}"
         if isinstance(site.layer, ExpertWeights):
-            if (names := _experts_in_memory(weights[ours], site)) is not None:
-                found.append(PublishedLayer(names[0], tuple(names[1:]), site, weights[ours].parts[0], 0))
+            name, *others = _experts_in_memory(weights[ours], site)
+            found.append(PublishedLayer(name, tuple(others), site, weights[ours].parts[0], 0))
             continue
         use, first = uses[ours], 0
         uses[ours] += 1
@@ -85,17 +85,14 @@ def _in_memory(part: Part, ours: str, use: int | None) -> list[str]:
     if use is not None:
         return [part.names[use].removesuffix(".weight")]
     usual = [name for name in part.names if name.startswith("lm_head" if ours == "head.weight" else "model.")]
-    names = dict.fromkeys([*usual, *part.names])
+    names = dict.fromkeys([*([part.in_memory] if part.in_memory else []), *usual, *part.names])
     if ours != "head.weight":
         names = {name: None for name in names if name != "lm_head.weight"}
     return [name.removesuffix(".weight") for name in names]
 
 
-def _experts_in_memory(weight: Weight, site: Site) -> list[str] | None:
-    """Names of the parameter in memory that transformers 5 has of all experts, the first as it has it; None of classes with their
-    matrices in another order."""
-    if weight.reordered:
-        return None
+def _experts_in_memory(weight: Weight, site: Site) -> list[str]:
+    """Names of the parameter in memory that transformers 5 has of all experts, the first as it has it."""
     assert isinstance(site.layer, ExpertWeights)
     gated = len(site.layer.parts["w_in"]) > 1
     name = "down_proj" if site.matrix == "w_out" else "gate_up_proj" if gated else "up_proj"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from llmtrain.config.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.config.regular_file import read_json, require_regular
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.hf.family import families
+from llmtrain.models.hf.family import Family, UnsupportedModelError, families
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layer_part import persistent_buffers
 from llmtrain.schema.adapt import AdaptConfig, LoraConfig, LoraGroup
@@ -73,8 +73,9 @@ def is_peft(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def read_peft(folder: Path, config: ModelConfig) -> Adapters:
-    """The adapters of a class that expresses the model of this config.
+def read_peft(folder: Path, config: ModelConfig, published: str | None = None) -> Adapters:
+    """The adapters of a class that expresses the model of this config. published: the base's model_type, where it was published;
+    other classes may have the same names and another order of rows.
 
     Raises UserError, one line with file and remedy, for settings of peft that ours does not have, and for adapters of another
     model."""
@@ -84,7 +85,7 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
     modules = _by_module(folder, tensors)
     if not modules:
         raise UserError(f"{folder / WEIGHTS}: there is no adapter in it (no tensor {PREFIX}*.lora_A.weight)")
-    layers, modules = _layers_with(modules, settings.get("target_parameters") or [], config, folder)
+    layers, modules = _layers_with(modules, settings.get("target_parameters") or [], config, folder, published)
     ranks, alphas, made = dict[str, int](), dict[str, float](), dict[str, dict[str, Any]]()
     dora = bool(settings.get("use_dora"))
     with time_limit(DOCUMENT_SECONDS, f"{folder / CONFIG}: rank_pattern and alpha_pattern"):
@@ -112,7 +113,10 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapters:
                 of["tensors"] = {"down.weight": a.t(), "up.weight": b}
                 continue
             if layer.is_experts:
-                of["tensors"] = {"down": a.unflatten(0, (n, rank)), "up": b.unflatten(1, (rank, n)).permute(2, 0, 1)}
+                of["tensors"] = {
+                    "down": a.unflatten(0, (n, rank)),
+                    "up": layer.ours(b).unflatten(1, (rank, n)).permute(2, 0, 1),
+                }
                 continue
             of["downs"][first] = a
             of["tensors"][f"up.{unit}.weight"] = layer.ours(b)[cut]
@@ -158,21 +162,20 @@ def _with_parameters(
 
 
 def _layers_with(
-    modules: Mapping[str, dict[str, Tensor]], targets: Sequence[str], config: ModelConfig, folder: Path
+    modules: Mapping[str, dict[str, Tensor]],
+    targets: Sequence[str],
+    config: ModelConfig,
+    folder: Path,
+    published: str | None,
 ) -> tuple[dict[str, PublishedLayer], dict[str, dict[str, Tensor]]]:
-    """Layers by name, of the first class with the model's parameters that has all these modules, and these by the names of layers.
-    targets: target_parameters."""
+    """Layers by name, of the first class with the model's parameters that has all these modules, and these by the names of layers:
+    of those that express the model, as an export takes them, before others. targets: target_parameters."""
     file = folder / WEIGHTS
     unknown = dict[str, list[str]]()
     model = meta_model(config)
     names = {*(name for name, _ in model.named_parameters()), *persistent_buffers(model)}
-    for family in families():
-        try:
-            fits = {weight.ours for weight in family.weights(config)} == names
-        except (UserError, AssertionError, AttributeError):  # of layers that this family does not have
-            continue
-        if not fits:
-            continue
+    fitting = [family for family in families(published) if _has_parameters(family, config, names)]
+    for family in sorted(fitting, key=lambda family: not _expresses(family, config)):
         layers = {name: one for one in published_layers(config, family) for name in (one.module, *one.others)}
         parameters = [name for name, one in layers.items() if one.is_experts]
         owners = {name.rpartition(".")[0] for name in parameters} if targets else set[str]()
@@ -187,6 +190,21 @@ def _layers_with(
     raise UserError(
         f"{file}: {architecture}, which this base is, has no {_few(lacking)}; these adapters are of another model"
     )
+
+
+def _has_parameters(family: Family, config: ModelConfig, names: Collection[str]) -> bool:
+    try:
+        return {weight.ours for weight in family.weights(config)} == names
+    except (UserError, AssertionError, AttributeError):  # of layers that this family does not have
+        return False
+
+
+def _expresses(family: Family, config: ModelConfig) -> bool:
+    try:
+        family.write_config(config)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def attach(model: HybridLM, adapters: Adapters) -> HybridLM:

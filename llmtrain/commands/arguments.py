@@ -49,6 +49,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The form in which MODEL is read."""
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on a GPU")
     parser.add_argument(
+        "--weights", choices=("int8", "float8"), help="of linear layers, in 8 bits; default: as --dtype"
+    )
+    parser.add_argument(
         "--tokenizer", metavar="TOKENIZER", help="a folder, tokenizer.json or hub name; default: the model's own"
     )
     parser.add_argument("--ema", action="store_true", help=EMA_HELP)
@@ -64,4 +67,4 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    return load_model(args.model, dtype, tokenizer, ema=args.ema, adapter=args.adapter)
+    return load_model(args.model, dtype, tokenizer, ema=args.ema, adapter=args.adapter, weights=args.weights)

@@ -38,6 +38,7 @@ _FLAGS = {
     "out": ("DIR", str, "the folder of results; default results/NAME"),
     "shots": ("N,…", _shots, "few-shot examples of all tasks, in place of their own: 5, or 0,5 for both"),
     "limit": ("N", int, "only the first N documents of each task"),
+    "weights": ("FORMAT", str, "int8 or float8: of linear layers' weights; default: the dtype of activations"),
     "max_length": ("N", int, "most tokens a model may read"),
     "max_batch_tokens": ("N", int, "tokens read at a time, padding included"),
 }

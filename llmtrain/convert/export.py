@@ -14,6 +14,7 @@ from llmtrain.adapt.base import Converter, converters_of
 from llmtrain.adapt.lora import Lora
 from llmtrain.adapt.peft_folder import write_peft
 from llmtrain.checkpoint.format import index as indexes
+from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.format.tensor_file import Entry, TensorFile, split_into_files
 from llmtrain.checkpoint.repository import Repository
@@ -139,7 +140,8 @@ def export(
 
     def write(folder: Path, manifest: Manifest) -> Exported:
         config = checkpoint_model_config(folder, manifest)
-        family = family_for_model(config)
+        base = CheckpointTensors(folder, manifest).stack[-1].manifest
+        family = family_for_model(config, base.config.get(manifests.PUBLISHED))
         text = load_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(folder, manifest)
         _check_tokenizer(text, config)
         adapt = checkpoint_adaptations(folder, manifest)

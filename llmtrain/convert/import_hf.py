@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
@@ -23,9 +24,10 @@ from llmtrain.config.output_folder import atomic_folder, refuse_existing, requir
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.export import SMALL_FILES
 from llmtrain.convert.lazy_checkpoint import PIECE_BYTES, LazyTensor, write_parameters
-from llmtrain.data.tokenize.stored_tokenizer import CHECKSUMS, checksums
+from llmtrain.data.tokenize.stored_tokenizer import CHECKSUMS, NoTokenizerError, checksums
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.generate.load import checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config
 from llmtrain.models.hf.foreign_files import refuse_links_out
@@ -50,7 +52,8 @@ class Imported:
 
 
 def import_adapters(source: Path, out: Path, base: str | None) -> Imported:
-    """Write a checkpoint of step 0 that holds the adapters of a folder of peft's, in fp32, and names the one beneath.
+    """Write a checkpoint of step 0 that holds the adapters of a folder of peft's, in fp32, and names the one beneath, whose
+    tokenizer it has.
 
     base: the checkpoint of their base; default: the one that an export of ours names.
     Raises UserError for anything at `out`, a base that is not given, and adapters of another one.
@@ -70,7 +73,11 @@ def import_adapters(source: Path, out: Path, base: str | None) -> Imported:
     if manifest.config.get("adapt"):
         raise UserError(f"{checkpoint.address} holds adapters itself; --base names a whole model")
     folder = checkpoint.fetch()
-    found = read_peft(source, ModelConfig.model_validate_json(json.dumps(manifest.config["model"])))
+    found = read_peft(
+        source,
+        ModelConfig.model_validate_json(json.dumps(manifest.config["model"])),
+        manifest.config.get(manifests.PUBLISHED),
+    )
     stored = CheckpointTensors(folder, manifest)
     for name, tensor in found.beneath.items():
         [whole] = stored.elements(f"model.{name}", [tensor.numel()])
@@ -78,17 +85,22 @@ def import_adapters(source: Path, out: Path, base: str | None) -> Imported:
             raise UserError(
                 f"{source}: {name} of the base is another one there than in {checkpoint.address}; give their base"
             )
-    save_id = str(uuid.uuid4())
+    save_id, tokenizer = str(uuid.uuid4()), None
+    with suppress(NoTokenizerError):
+        tokenizer = checkpoint_tokenizer(folder, manifest)
     with atomic_folder(out) as partial:
         made = [LazyTensor(name, tuple(t.shape), bind(torch.Tensor.float, t)) for name, t in found.tensors.items()]
         files = write_parameters(partial, made, lambda n: None, save_id)
         config = manifest.config | {"adapt": found.adapt.model_dump(mode="json")}
+        if tokenizer is not None:
+            tokenizer.save(partial / "tokenizer")
+            config |= {CHECKSUMS: checksums(partial / "tokenizer")}
         extra = {"step": 0, "tokens": 0, "clock": {}, "data": {}, "versions": versions("torch")}
         manifests.write(
             partial, Manifest(save_id=save_id, config=config, files=files, base=base_of(checkpoint), **extra)
         )
     parameters = sum(tensor.numel() for tensor in found.tensors.values())
-    return Imported(out, source, "adapters", parameters, 4 * parameters, True)
+    return Imported(out, source, "adapters", parameters, 4 * parameters, tokenizer is not None)
 
 
 def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
@@ -110,6 +122,7 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
     weights = family.weights(config)
     check_tensors(published, weights)
     tokenizer = _load_own_tokenizer(folder)
+    of_family = {manifests.PUBLISHED: family.model_type}
     parameters = sum(part.size for weight in weights for part in weight.parts)
     nbytes = parameters * torch.float32.itemsize
     require_space(out, nbytes + SMALL_FILES)
@@ -128,7 +141,9 @@ def import_hf(source: str, out: Path, *, progress: bool = False) -> Imported:
                 step=0,
                 tokens=0,
                 # No data: where others keep the way to their tokenizer.
-                config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}} | written,
+                config={"model": config.model_dump(mode="json"), "data": {"prepare": None, "train": None}}
+                | of_family
+                | written,
                 clock={},
                 data={},
                 versions=versions("torch"),

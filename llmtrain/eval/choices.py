@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 from llmtrain.config.base import OrOne, PositiveInt, Section, setting_error
 from llmtrain.config.texts import PathText, path_problem
 from llmtrain.eval.tasks.sections import Shots
+from llmtrain.schema.adapt import WeightFormat
 
 
 class _OrText:
@@ -52,6 +53,8 @@ class ModelChoice(Section):
     """As the run's setting, for this model."""
     fewshot_as_multiturn: bool | None = None
     """As the run's setting, for this model."""
+    weights: WeightFormat | None = None
+    """As the run's setting, for this model. Its default name ends in -int8 or -float8."""
     ema: bool = False
     """The moving average of its weights, which a run with train.ema keeps. Its default name ends in -ema."""
     adapter: PathText | None = None
@@ -60,7 +63,7 @@ class ModelChoice(Section):
     @property
     def title(self) -> str:
         own = f"{self._last_part}+{Path(self.adapter).name}" if self.adapter else self._last_part
-        return self.name or own + "-ema" * self.ema
+        return self.name or own + "-ema" * self.ema + (f"-{self.weights}" if self.weights else "")
 
     @property
     def _last_part(self) -> str:

@@ -29,6 +29,7 @@ from llmtrain.eval.task_names import Named, TaskNames, is_lm_eval_file
 from llmtrain.eval.tasks.config import Convention
 from llmtrain.eval.tasks.load import find_yaml
 from llmtrain.eval.tasks.sections import Shots
+from llmtrain.schema.adapt import WeightFormat
 from llmtrain.schema.wandb import WandbConfig
 
 Paths = Annotated[list[PathText], OrOne(str)]
@@ -77,6 +78,8 @@ class EvalRun(Section):
     continuation too long for the model), and say how many in every report. Otherwise a task with such a document fails."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Type of weights and activations; default: bfloat16 on a GPU, float32 on a CPU."""
+    weights: WeightFormat | None = None
+    """Format of linear layers' weights, in 8 bits; default: `dtype`."""
     max_length: PositiveInt | None = None
     """Most tokens a model may read; default: that of its config."""
     max_batch_tokens: PositiveInt | None = None

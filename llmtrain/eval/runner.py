@@ -194,6 +194,11 @@ class ModelEvaluation:
         self.found: FoundModel = ranks.broadcast(
             lambda: find_model(choice.path, choice.backend, choice.ema, choice.adapter)
         )
+        self.weights = choice.weights or settings.weights
+        if self.weights and not self.found.native:
+            raise EvalError(
+                f"{self.title}: weights: {self.weights} is for llmtrain's own models; transformers reads this one"
+            )
         self.window = choice.max_length or settings.max_length or window_of(self.found)
         self.tokenizer: TextTokenizer = find_tokenizer(self.found, choice.tokenizer)
         with prefixed(self.title):
@@ -226,6 +231,8 @@ class ModelEvaluation:
         assert isinstance(prepared, Prepared)
         documents, requests = prepared.documents, prepared.requests
         dtype = run.dtype or default_dtype()
+        if self.weights:
+            dtype = f"{self.weights} (activations in {dtype})"
         about = {
             "model": self.found.identity,
             "backend": "llmtrain" if self.found.native else "transformers",
@@ -291,6 +298,7 @@ class ModelEvaluation:
                 max_length=self.choice.max_length or self.settings.max_length,
                 max_batch_tokens=self.settings.max_batch_tokens,
                 share_prefixes=self.settings.share_prefixes,
+                weights=self.weights,
             )
         return self._scorer
 

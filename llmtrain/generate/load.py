@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.adapt.base import adaptations, adapted
 from llmtrain.adapt.peft_read import Adapters, attach, is_peft, read_peft
+from llmtrain.adapt.stored_weights import store_in_8_bits
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
@@ -16,7 +17,7 @@ from llmtrain.checkpoint.repository import Repository
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Section
 from llmtrain.config.decode import decode
-from llmtrain.config.regular_file import read_bytes
+from llmtrain.config.regular_file import read_bytes, read_json
 from llmtrain.data.tokenize import stored_tokenizer
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
@@ -25,7 +26,7 @@ from llmtrain.models.backends import servable
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from llmtrain.schema.adapt import AdaptConfig
+from llmtrain.schema.adapt import AdaptConfig, WeightFormat
 
 
 def load_model(
@@ -36,6 +37,7 @@ def load_model(
     *,
     ema: bool = False,
     adapter: str | None = None,
+    weights: WeightFormat | None = None,
 ) -> tuple[CausalLM, TextTokenizer]:
     """Load a model and its tokenizer.
 
@@ -46,6 +48,7 @@ def load_model(
     device: default this process's GPU, or else its CPU.
     ema: the moving average of the weights, which a run with train.ema keeps.
     adapter: a folder of peft's, or a checkpoint of adapters alone, beside the model's weights.
+    weights: format of linear layers' weights, once they are loaded; default `dtype`.
     Raises UserError when there is nothing to load there, or no tokenizer with it.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,25 +78,32 @@ def load_model(
 
         (model, tokenizer), own = Repository(source).read(read), None
     if adapter is not None:
-        model = attach(model.to(device), _read_adapter(adapter, source, model.config, ema))
+        model = attach(model.to(device), _read_adapter(adapter, source, own, model.config, ema))
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
-    return CausalLM(model.cast(dtype)).to(device).eval(), tokenizer
+    made = CausalLM(model.cast(dtype)).to(device).eval()
+    if weights is not None:
+        store_in_8_bits(made.hybrid, weights, here)
+    return made, tokenizer
 
 
-def _read_adapter(adapter: str, source: str, config: ModelConfig, ema: bool) -> Adapters:
-    """Raises UserError for adapters of another base."""
-    path = Path(adapter).expanduser()
-    found = read_peft(path, config) if is_peft(path) else Repository(adapter).read(partial(_stored_adapter, ema=ema))
-    folder = Path(source).expanduser()
-    if found.base is not None and not (folder / "config.json").is_file():
-        save_id = Repository(source).find().require().save_id
-        if save_id != found.base["save_id"]:
-            raise UserError(
-                f"{adapter} holds adapters of save {found.base['save_id']} ({found.base['address']}); {source} is another one "
-                f"({save_id}). Give that one as the model"
-            )
+def _read_adapter(adapter: str, source: str, own: Path | None, config: ModelConfig, ema: bool) -> Adapters:
+    """own: the folder in Hugging Face format that the base is. Raises UserError for adapters of another base."""
+    path, base = Path(adapter).expanduser(), None if own else Repository(source).find().require()
+    published = read_json(own / "config.json").get("model_type") if own else None
+    if base is not None:
+        published = base.config.get(manifests.PUBLISHED)
+    found = (
+        read_peft(path, config, published)
+        if is_peft(path)
+        else Repository(adapter).read(partial(_stored_adapter, ema=ema))
+    )
+    if found.base is not None and base is not None and base.save_id != found.base["save_id"]:
+        raise UserError(
+            f"{adapter} holds adapters of save {found.base['save_id']} ({found.base['address']}); {source} is another one "
+            f"({base.save_id}). Give that one as the model"
+        )
     return found
 
 

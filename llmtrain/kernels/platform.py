@@ -148,6 +148,11 @@ def float8_refusal(platform: Platform) -> str | None:
     return f"{platform.device_name} ({platform.arch}) has no float8 units; those of AMD begin with gfx942 (MI300)"
 
 
+def float8_format(platform: Platform) -> str:
+    """The name in torch of the e4m3 that a device's units read: MI300's is without negative zero (fnuz), all others' OCP's."""
+    return "float8_e4m3fnuz" if platform.arch.startswith("gfx94") else "float8_e4m3fn"
+
+
 @contextlib.contextmanager
 def without_wgmma() -> Iterator[None]:
     """Inside, Triton compiles matrix products with mma.sync, on Hopper too. Elsewhere it does anyway."""

@@ -9,6 +9,8 @@ from pydantic import Field
 from llmtrain.config.base import PositiveFloat, Probability, Problem, Section, Width
 from llmtrain.models.sections.feed_forward import ImplementedSection
 
+WeightFormat = Literal["int8", "float8"]
+"""Of linear layers for inference (adapt/stored_weights.py)."""
 NF4_BLOCK, NF4_SCALES = 64, 256
 """Neighbours that share a scale, and scales that share one of their own (adapt/nf4.py)."""
 NF4_BYTES = 1 / 2 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_SCALES)

@@ -159,6 +159,7 @@ def test_what_changes_the_answers_is_asked_anew(place, tmp_path):
     assert asked(convention="foundry") == [12, 12]
     assert asked("--max-length", "40") == [12, 12]
     assert asked(dtype="bfloat16") == [12, 12]
+    assert asked("--weights", "int8") == [12, 12]
     assert asked("--limit", "3") == [3, 3]
     data = place.folder / "schema.jsonl"
     before = data.read_text()
@@ -275,6 +276,7 @@ def test_results_go_to_wandb(place, tmp_path, monkeypatch):
         ),
         ({"gauntlet": "of_text.yaml"}, [], ["has no accuracy 'word_perplexity'; it measures no accuracy"]),
         ({}, ["limit=0", "dtype=int8"], ["2 errors", "limit", "an integer above 0", "dtype"]),
+        ({}, ["--weights", "int4"], ["weights", "expected one of int8, float8"]),
         ({}, ["--nproc", "0"], ["--nproc 0: expected at least 1"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_model_trained_by_kernels_that_this_machine_has_not_applies_too(tmp_pa
         checkpoints.save(tmp_path / name, config)
         texts.append(generate(capsys, tmp_path / name, "--prompt", "the", "--max-new-tokens", 8, "--temperature", 0))
     assert texts[0] == texts[1]
+
+
+def test_weights_in_8_bits_continue_a_prompt_as_before_each_time(run, capsys):
+    options = ("--prompt", "the quick", "--max-new-tokens", 8, "--temperature", 0, "--weights", "int8")
+    assert main(["generate", str(run), *map(str, options)]) == 0
+    first = capsys.readouterr()
+    assert re.search(r"weights in int8: [\d.]+ MiB of linear layers are [\d.]+; [\d.]+ MiB of others stay", first.err)
+    assert first.out.startswith("the quick") and generate(capsys, run, *options) == first.out
 
 
 def test_the_same_seed_states_the_same_and_another_something_else(run, capsys):

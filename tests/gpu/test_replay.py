@@ -8,33 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.kernels import operation as operations
-from llmtrain.kernels import operators, platform, replay
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.replay import Replayed, Tape
+from tests.support.replayed import calls, moved, under
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (256, 384)
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "ENABLED", True)
-
-
-class Calls(TorchDispatchMode):
-    """Our operators' calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "llmtrain":
-            self.found.append((func, args))
-        return func(*args, **(kwargs or {}))
 
 
 def shapes() -> Iterator[tuple[str, Shape]]:
@@ -53,32 +34,6 @@ def shapes() -> Iterator[tuple[str, Shape]]:
             yield name, replace(next(iter(one.shapes(False))), batch=2)
 
 
-def calls(name: str, shape: Shape, device: str = "cuda", seed: int = 0) -> list[tuple[Replayed, tuple[Any, ...]]]:
-    """Replayed operators of a forward and backward pass, with their arguments."""
-    one = operations.operation(name)
-    tensors, up = one.draw(shape, device, seed)
-    function = one.bind(one.kernel("triton", shape.spec, platform.detect(device)), shape, device)
-    with Calls() as seen:
-        operations.run_both(function, operations.leaves(tensors), up)
-    launches: list[Any] = [operators._GRADIENTS[op].launch for op, _ in seen.found]
-    return [(one, args) for one, (_, args) in zip(launches, seen.found, strict=True) if isinstance(one, Replayed)]
-
-
-def under(call: Any, *args: Any) -> Any:
-    """The call beneath autograd, as operators call it."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return call(*args)
-
-
-def moved(tensor: Any, shifted: int) -> Any:
-    """A copy elsewhere, of the same strides, `shifted` elements behind where an allocation begins."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
-    memory = tensor.new_zeros(extent + shifted)
-    return memory.as_strided(tensor.shape, tensor.stride(), shifted).copy_(tensor)
-
-
 def assert_same(found: Any, wanted: Any) -> None:
     for a, b in zip(*(one if isinstance(one, (tuple, list)) else (one,) for one in (found, wanted)), strict=True):
         assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device
@@ -90,7 +45,10 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_a_replayed_call_has_the_numbers_of_the_call(name: str, shape: Shape):
     with torch.enable_grad():
         given = [
-            (*one, n) for n in LENGTHS for seed in (0, 1) for one in calls(name, replace(shape, seq_len=n), seed=seed)
+            (*one, n)
+            for n in LENGTHS
+            for seed in (0, 1)
+            for one in calls(name, replace(shape, seq_len=n), "cuda", seed)
         ]
     for shifted in (0, 0, 1, 8, 0, 1, 8):  # 16-bit numbers: aligned to 16 bytes, to 2, and to 16 elsewhere
         for replayed, args, _ in given:
@@ -105,7 +63,7 @@ def test_a_replayed_call_has_the_numbers_of_the_call(name: str, shape: Shape):
 
 
 def first(name: str) -> tuple[Replayed, list[Any]]:
-    found, args = calls(name, next(shape for one, shape in shapes() if one == name))[-1]
+    found, args = calls(name, next(shape for one, shape in shapes() if one == name), "cuda")[-1]
     return found, list(args)
 
 
@@ -167,7 +125,7 @@ def test_another_device_has_tapes_of_its_own(name: str):
 @torch.no_grad()
 def test_memory_is_no_more_than_that_of_the_call():
     with torch.enable_grad():
-        found = calls("mamba_mixer", next(shape for one, shape in shapes() if one == "mamba_mixer"))
+        found = calls("mamba_mixer", next(shape for one, shape in shapes() if one == "mamba_mixer"), "cuda")
     for replayed, args in found:
         for _ in range(3):
             under(replayed, *args)

@@ -1,13 +1,11 @@
 """Every row of the tuning tables, and every kernel of cached decoding, compiles for its architecture: no spills, within its
 memory, with matrix units or, where it is bound by memory, with 16 bytes a thread.
 
-The default run holds tests/data/compiled.json to the limits, asks of some rows whether their kernels have changed since the
-file was written, and compiles a few, first of those that have. `pytest -m compile` compiles every row (of sm100 and gfx950 one
-of each kernel), and all that has changed; `pytest -m "compile and slow"` every case of every row.
+The default run holds tests/data/compiled.json to the limits. `pytest -m compile` compiles all whose hash is another than in that
+file, and one row of each kernel, which must take what the file says; `pytest -m "compile and slow"` every case of every row.
 """
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +16,8 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.platform import shared_limit
 from tests.support import offline
 
-LOOKED_AT, COUNT = 200, 6
 SHARES = 8
-"""Tests of an architecture: enough that two processes end at about the same time."""
+"""Tests of all cases of an architecture: enough that two processes end at about the same time."""
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +42,6 @@ def test_the_reviewed_table_holds_every_row_and_each_fits(checks):
     assert not [line for check in checks for line in offline.faults(check, known[check.key])]
 
 
-@pytest.mark.ci
-def test_a_sample_compiles(checks, compilers):
-    """What has changed since the review comes first; a row that has not must take what the table says."""
-    chance = random.Random(0)
-    looked_at = chance.sample(checks, LOOKED_AT)
-    changed = offline.stale(looked_at)
-    wanted = chance.sample(changed, min(COUNT, len(changed)))
-    for operations in (("attention",), offline.MEMORY_BOUND):
-        same = [check for check in looked_at if check not in changed and check.operation in operations]
-        wanted += chance.sample(same, min(2, len(same)))
-    found = list(offline.compile_all(wanted, compilers))
-    assert len(found) == len(wanted)
-    known = offline.reviewed()
-    for check, entry in found:
-        assert not offline.faults(check, entry)
-        assert check in changed or entry == known[check.key]
-
-
 def assert_all_compile(wanted: list[offline.Check], compilers: Compilers) -> None:
     """And take what the reviewed table says, but for what has changed since."""
     found, known, changed = list(offline.compile_all(wanted, compilers)), offline.reviewed(), offline.stale(wanted)
@@ -77,35 +56,16 @@ def cases_of_rows(arch: str, share: int) -> list[list[offline.Check]]:
     return [list(cases) for number, (_, cases) in enumerate(by_row) if number % SHARES == share]
 
 
-def first_of_each_kernel(arch: str) -> set[str]:
-    """Keys of the first check of each kernel's rows, and of each kernel of decoding."""
-    found: dict[str, str] = {}
-    for check in offline.checks([arch]):
-        found.setdefault(check.row.kernel if check.row else check.operation, check.key)
-    return set(found.values())
-
-
-@pytest.fixture(scope="module")
-def changed(checks) -> set[str]:
-    """Keys of what has changed since the review."""
-    return {check.key for check in offline.stale(checks)}
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("arch", offline.ARCHES)
-def test_every_row_compiles(arch, share, compilers, changed):
-    """At its own shape, and for whatever else it serves where its kernels have changed since the review. Of an architecture whose
-    rows are those of another, one row of each kernel and all that has changed: CI has minutes.
-    """
-    rows, firsts = cases_of_rows(arch, share), first_of_each_kernel(arch)
-    wanted = [
-        check
-        for cases in rows
-        for at, check in enumerate(cases)
-        if check.key in changed or (at == 0 and (arch not in offline.COPIED or check.key in firsts))
-    ]
-    assert_all_compile(wanted, compilers)
+def test_all_that_has_changed_and_a_row_of_each_kernel_compile(arch, compilers):
+    """What has another hash than at the review, and of each kernel, also of decoding, the first row at its own shape."""
+    checks = offline.checks([arch])
+    changed = {check.key for check in offline.stale(checks)}
+    firsts: dict[str, str] = {}
+    for check in checks:
+        firsts.setdefault(check.row.kernel if check.row else check.operation, check.key)
+    assert_all_compile([check for check in checks if check.key in changed | {*firsts.values()}], compilers)
 
 
 @pytest.mark.slow

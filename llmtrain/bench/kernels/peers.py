@@ -168,12 +168,11 @@ _PEERS: dict[str, tuple[str | None, Callable[[Any, Shape, tuple[int, ...]], list
 
 def mamba_scan(chunk: int) -> Callable[..., Tensor]:
     """mamba_ssm's scan, which times its variants on its first call."""
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
-
+    scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     hasten()
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
-        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+        return scan(x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
 
     return run
 
@@ -181,8 +180,7 @@ def mamba_scan(chunk: int) -> Callable[..., Tensor]:
 def mamba3_siso() -> Callable[..., Tensor]:
     """mamba_ssm's scan of Mamba-3, which times its variants on its first call. It has heads before tokens in what is per token and
     head, and takes weights and angles before their sigmoid and tanh."""
-    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined  # type: ignore[import-not-found]
-
+    scan = importlib.import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined").mamba3_siso_combined
     hasten()
 
     @torch.compile(dynamic=False)
@@ -196,7 +194,7 @@ def mamba3_siso() -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         *gates, angles = before(log_decay, dt, later, rate)
         angles = angles[:, :, None].expand(-1, -1, v.shape[2], -1)
-        return mamba3_siso_combined(q, k, v, *gates, q_bias, k_bias, angles, D=D, chunk_size=64)
+        return scan(q, k, v, *gates, q_bias, k_bias, angles, D=D, chunk_size=64)
 
     return run
 
@@ -205,7 +203,7 @@ def gated_linear_attention() -> Callable[..., Tensor]:
     """flash-linear-attention's gated linear attention with a scalar gate per head, of which Mamba-2's scan is a case: q, k, v
     and the logarithm of the gate are C, B, dt x and dt A. It has no groups: B and C are repeated for each head.
     """
-    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
+    attend = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
 
     @torch.compile(dynamic=False)
     def before(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +218,7 @@ def gated_linear_attention() -> Callable[..., Tensor]:
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
         q, k, v, gate = before(x, dt, A, B, C, dt_bias)
-        return behind(chunk_simple_gla(q, k, v, gate, scale=1.0)[0], x, D)
+        return behind(attend(q, k, v, gate, scale=1.0)[0], x, D)
 
     return run
 
@@ -228,8 +226,7 @@ def gated_linear_attention() -> Callable[..., Tensor]:
 def _fla_delta_rule(name: str, spec: GatedDeltaSpec) -> Callable[..., Tensor]:
     """fla-core's kernels, which time their variants on their first call. On Hopper with Triton 3.4 to 3.7.0 it refuses its
     backward pass (its issue 640); here it is let through, and the errors beside the times say what comes of it."""
-    from fla.ops.common import chunk_o  # type: ignore[import-not-found]
-
+    chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
     chunk_o.TRITON_ABOVE_3_7_1 = True
     hasten()
     kernel = importlib.import_module(f"llmtrain.kernels.{name}.fla").build(spec, platform.detect(), "")

@@ -25,6 +25,8 @@ FORMAT = 2
 BASE_FORMAT = 3
 """Of checkpoints that hold a part of the model. What reads format 2 alone would take one for damaged, and go back to another."""
 NAME = "manifest.json"
+PUBLISHED = "published"
+"""Key of the config of an imported checkpoint: the model_type of its folder."""
 UNFINISHED = NAME + ".tmp"
 """The manifest until all is written; in a store, from before the first file is sent until the last one is there."""
 OWN_FILE = re.compile(

@@ -15,6 +15,7 @@ from llmtrain.config.addresses import is_remote
 from llmtrain.config.regular_file import read_json
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, end_ids, load_tokenizer, read_generation_config
 from llmtrain.eval.errors import EvalError, prefixed
+from llmtrain.schema.adapt import WeightFormat
 
 if TYPE_CHECKING:
     import torch
@@ -128,8 +129,10 @@ def load_scorer(
     max_batch_tokens: int | None = None,
     share_prefixes: bool = True,
     device: torch.device | None = None,
+    weights: WeightFormat | None = None,
 ) -> Scorer:
     """Load the model. dtype: default bfloat16 on a GPU, float32 on a CPU. device: default this process's GPU, or the CPU.
+    weights: as `load_model`'s, of llmtrain's own model.
 
     Raises UserError for weights that do not fit their config, for a max_length beyond learned positions, and for a
     tokenizer with more tokens than the model.
@@ -152,7 +155,8 @@ def load_scorer(
     from llmtrain.eval.scoring.scorer import HybridScorer
     from llmtrain.generate.load import load_model
 
-    model, _ = load_model(str(found.folder), kind, tokenizer, device, ema=found.ema, adapter=found.adapter)
+    beside: dict[str, Any] = {"ema": found.ema, "adapter": found.adapter, "weights": weights}
+    model, _ = load_model(str(found.folder), kind, tokenizer, device, **beside)
     _check_vocabulary(found, tokenizer, model.config.vocab_size)
     if max_length and model.hybrid.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(

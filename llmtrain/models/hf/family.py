@@ -71,7 +71,7 @@ class Part:
         Read when `name` is absent, compared with it when both are present, never written.
     order: numbers of its rows in our order; empty: the same order (hf/row_orders.py). transposed: its last two dimensions are
         exchanged with respect to ours. rows: the dimension of rows, after that. value: of a constant, which files hold beside the
-        weights and no parameter of ours is made of.
+        weights and no parameter of ours is made of. in_memory: its name in the class, where files have another one.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Part:
     transposed: bool = False
     rows: int = 0
     value: float | None = None
+    in_memory: str = ""
 
     @property
     def size(self) -> int:
@@ -216,13 +217,14 @@ def family_of_hf_config(published: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(f"config.json has {reason}; there is {', '.join(sorted(_FAMILIES))}")
 
 
-def family_for_model(config: ModelConfig) -> Family:
-    """The family that can express a model of llmtrain.
+def family_for_model(config: ModelConfig, published: str | None = None) -> Family:
+    """The family that can express a model of llmtrain. published: model_type of the folder that the model was imported from, whose
+    family is taken where it can.
 
     Raises NoFamilyError with the missing features of each family, those with other types of layers last.
     """
     lacks: list[tuple[str, UnsupportedModelError]] = []
-    for family in families():
+    for family in families(published):
         try:
             family.write_config(config)
         except UnsupportedModelError as error:
@@ -234,8 +236,9 @@ def family_for_model(config: ModelConfig) -> Family:
     raise NoFamilyError(*reasons)
 
 
-def families() -> list[Family]:
-    return [_load(name) for name in _FAMILIES]
+def families(first: str | None = None) -> list[Family]:
+    """All, in the order in which an export tries them. first: the model_type of one that stands before the others."""
+    return [_load(name) for name in sorted(_FAMILIES, key=lambda name: name != first)]
 
 
 def _load(name: str) -> Family:

@@ -137,11 +137,12 @@ class KimiLinear(ExpertLayers, KimiLayers):
 
 
 def _with_spelling(part: Part) -> Part:
+    if part.name.endswith(tuple(_ATTENTION + name for name in _OF_GATE)):
+        in_class = part.name.replace(_ATTENTION, _GATE)
+        return replace(part, copies=(in_class,), in_memory=in_class)
     for one, other in ((_MOE, _MLP), (_MLP, _MOE)):
         if one in part.name:
-            return replace(part, copies=(part.name.replace(one, other),))
-    if part.name.endswith(tuple(_ATTENTION + name for name in _OF_GATE)):
-        return replace(part, copies=(part.name.replace(_ATTENTION, _GATE),))
+            return replace(part, copies=(part.name.replace(one, other),), in_memory=part.name.replace(_MOE, _MLP))
     return part
 
 

@@ -16,42 +16,32 @@ import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.programs.kernels import host
 from llmtrain.bench.tune.compiling import StandIn, platform_of
 from llmtrain.kernels import operation as operations
-from llmtrain.kernels import operators, platform, replay, tuning
+from llmtrain.kernels import platform, replay, tuning
 from llmtrain.kernels.attention import triton_call
 from llmtrain.kernels.launch import Descriptor, Kernel, jit
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.replay import Replayed, Tape
+from tests.support.replayed import calls, moved, under
 
-TARGET = GPUTarget("cuda", 90, 32)
 LAUNCHES: list[str] = []
 
 
-class Compiled:
-    """A compiled kernel, as Triton's for NVIDIA but for what is behind the launcher in C."""
+class Compiled(host.Compiled):
+    """The benchmark's compiled kernel, whose launches write what they were launched with."""
 
-    function, packed_metadata = 0, (4, 1, 0)
+    packed_metadata = (4, 1, 0)
 
     def __init__(self, name: str, signature: dict[str, Any], scratch: int = 0):
         self.name, self.signature = name, [str(kind) for kind in signature.values()]
-        described = sum(kind.startswith("tensordesc") for kind in self.signature)
-        fields = dict.fromkeys(("swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"), 0)
-        self.metadata = SimpleNamespace(target=TARGET, tensordesc_meta=[fields] * described)
-        self.run: Any = object.__new__(nvidia.CudaLauncher)
-        sizes = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
-        vars(self.run).update(num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, **sizes)
+        super().__init__(signature)
         self.run.global_scratch_size = scratch
-        self.run.launch = nvidia.wrap_handle_tensordesc(self.launch, signature, self.metadata.tensordesc_meta)
-
-    def launch_metadata(self, *args: Any) -> None:
-        return None
 
     def launch(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         """rest: eight arguments of the launcher, then the kernel's."""
@@ -76,7 +66,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that is not there. Memory that is allocated has the same numbers every time."""
-    active: Any = StandIn(TARGET)
+    active: Any = StandIn(host.TARGET)
     active.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: args)
     monkeypatch.setattr(driver, "_active", active)
     here = platform_of("sm90")
@@ -89,7 +79,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kernel = self.device_caches[0][0][key] = Compiled(f"{self.fn.__name__} {key}", signature)
         return kernel
 
-    monkeypatch.setattr(replay, "ENABLED", True)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -103,39 +92,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kernel.device_caches.clear()
 
 
-def again(tensor: Any, shifted: int = 0) -> Any:
-    """A copy elsewhere, of the same strides; its memory begins `shifted` elements behind a multiple of 64 bytes."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
-    memory = torch.zeros(extent + shifted + 8, dtype=tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), shifted).copy_(tensor)
-
-
 def outcome(call: Callable[..., Any], args: tuple[Any, ...], shifted: int = 0) -> tuple[list[Any], list[str]]:
     """Results, what became of the arguments, and the launches."""
-    given = [again(one, shifted) for one in args]
+    given = [moved(one, shifted) for one in args]
     LAUNCHES.clear()
-    with torch._C._AutoDispatchBelowAutograd():  # as operators call it
-        found = call(*given)
+    found = under(call, *given)
     results = list(found) if isinstance(found, (tuple, list)) else [found]
     tensors = [one for one in (*results, *given) if isinstance(one, Tensor)]
     shapes = [(one.dtype, tuple(one.shape), one.stride()) for one in results]
     numbers = [zlib.crc32(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for one in tensors]
     return [shapes, *numbers], list(LAUNCHES)
-
-
-class Calls(TorchDispatchMode):
-    """Our operators' calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "llmtrain":
-            self.found.append((func, args))
-        return func(*args, **(kwargs or {}))
 
 
 def shapes() -> Iterator[tuple[str, Shape]]:
@@ -154,29 +120,18 @@ def shapes() -> Iterator[tuple[str, Shape]]:
             yield name, replace(next(iter(one.shapes(tiny))), batch=1, seq_len=128)
 
 
-def calls(name: str, shape: Shape) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Operators of a forward and backward pass, each with its arguments, that are replayed."""
-    one = operations.operation(name)
-    tensors, up = one.draw(shape)
-    function = one.bind(one.kernel("triton", shape.spec, platform.detect()), shape, "cpu")
-    with Calls() as seen:
-        operations.run_both(function, operations.leaves(tensors), up)
-    return [(op, args) for op, args in seen.found if isinstance(operators._GRADIENTS[op].launch, Replayed)]
-
-
 @pytest.mark.parametrize(("name", "shape"), [pytest.param(*one, id=f"{i} {one[0]}") for i, one in enumerate(shapes())])
 def test_a_replayed_call_is_the_call(name: str, shape: Shape):
-    found = calls(name, shape)
+    found = calls(name, shape, "cpu")
     assert found
-    for op, args in found:
-        replayed: Any = operators._GRADIENTS[op].launch
+    for replayed, args in found:
         for shifted in (0, 1):
             wanted = outcome(replayed.launch, args, shifted)
             assert wanted[1]
             for _ in range(3):
                 assert outcome(replayed, args, shifted) == wanted
-    for op, _ in found:
-        assert {type(tape) for tape in operators._GRADIENTS[op].launch.tapes.values()} == {Tape}, str(op)
+    for replayed, _ in found:
+        assert {type(tape) for tape in replayed.tapes.values()} == {Tape}
 
 
 def write(x, y, n, WIDTH: tl.constexpr):
@@ -417,7 +372,7 @@ def test_tensor_maps_are_kept_by_address_and_bounded(kernel: Any, monkeypatch: p
         mine[(1,)](Descriptor(x, [4, 16], [16, 1], [4, 16]), y, 1, WIDTH=1)
         return y
 
-    replayed, given = Replayed(launch), [again(n * of(4, 16)) for n in (1, 2, 3)]
+    replayed, given = Replayed(launch), [moved(n * of(4, 16), 0) for n in (1, 2, 3)]
     wanted = [outcome(launch, (x,)) for x in given]
     for _ in range(3):
         assert [outcome(replayed, (x,)) for x in given] == wanted
