@@ -57,9 +57,9 @@ def own_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Have this process killed when the one that started it ends, however that ends. parent: its id, if that is known, for
-    one that has ended already. worker: ignored; DataLoader passes a number."""
+    one that has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
@@ -68,11 +68,11 @@ def end_with_parent(worker: int = 0, parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def serve_parent(worker: int = 0) -> None:
+def serve_parent(parent: int) -> None:
     """`end_with_parent`, and take SIGTERM from the parent alone: `timeout`, SLURM and systemd signal every process of a job at
     once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C. Call it before there are threads.
-    worker: as above."""
-    end_with_parent()
+    parent: as above."""
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -88,7 +88,7 @@ def _await_parents_sigterm() -> None:
 def end_with_launcher() -> None:
     """`end_with_parent` for a rank of our launcher, torchrun or Composer's. A rank that a shell started may outlive it."""
     if LAUNCHER in os.environ:
-        end_with_parent(parent=int(os.environ[LAUNCHER]))
+        end_with_parent(int(os.environ[LAUNCHER]))
     elif "TORCHELASTIC_RUN_ID" in os.environ or "composer" in _read(f"/proc/{os.getppid()}/cmdline"):
         end_with_parent()
 

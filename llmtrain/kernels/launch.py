@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _INT32 = 1 << 31
 HOW = "LLMTRAIN_LAUNCH"
-"""Environment variable. triton: every launch is Triton's own, to compare with; replay: see replay.py."""
+"""Environment variable. triton: every launch is Triton's own, to compare with."""
 MAX_KEPT = 256
 """Launches that a kernel keeps; those of other arguments are Triton's own. A run needs a few."""
 

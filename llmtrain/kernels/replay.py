@@ -5,14 +5,11 @@ take the GPU. For one set of formats (dtype, shape, strides and alignment of ten
 every time. So a call is recorded: the memory that it allocates, the kernels and PyTorch's operators that it launches, with each
 tensor as an offset within an input or an allocation. Later calls do only that: allocate, add offsets, launch.
 
-By default nothing is recorded, until tests/gpu/test_replay.py has run: LLMTRAIN_LAUNCH=replay turns it on.
-
 A call is recorded when its formats are seen for the second time. What cannot be recorded is called as ever: launches that are not
 kept (launch.py: AMD, hooks, Triton's interpreter), random numbers, results within inputs.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
@@ -27,9 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime import driver
 
 from llmtrain.kernels import tuning
-from llmtrain.kernels.launch import HOW, RECORDING, Descriptor, Kept, hooked
+from llmtrain.kernels.launch import RECORDING, Descriptor, Kept, hooked
 
-ENABLED = os.environ.get(HOW) == "replay"
 MAX_TAPES = 256
 """Formats that an operator keeps tapes by; where there are more it begins anew."""
 MAX_MAPS = 64
@@ -279,7 +275,7 @@ class Replayed:
         tuning.BY_ROWS.append(self.tapes)
 
     def __call__(self, *args: Any) -> Any:
-        if not ENABLED or RECORDING.get() is not None or hooked():
+        if RECORDING.get() is not None or hooked():
             return self.launch(*args)
         device = driver.active.get_current_device()
         key: list[Any] = [device]

@@ -1,10 +1,9 @@
 """The import of Composer and StreamingDataset, without what they take along and no run of ours uses: two thirds of its time."""
 
-import contextlib
 import importlib
 import pkgutil
+import platform
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
@@ -14,9 +13,16 @@ from typing import Any
 _OPTIONAL = ("peft", "matplotlib", "scipy", "chardet", "paramiko")
 """Packages that Composer, and torchmetrics and requests below it, do without where they are not installed: for HuggingFaceModel,
 plots of metrics, metrics of sounds, a second guess of an encoding, SFTP."""
-_DEFERRED = ("mcli", "torchvision", "transformers", "streaming.multimodal", "streaming.text", "streaming.vision")
-"""Modules that they import at their head for what no run of ours does: loggers of Mosaic's platform, transforms of images, metrics
-of texts, data sets of images and videos."""
+_METRICS = (
+    *("audio", "classification", "clustering", "detection", "image", "multimodal", "nominal"),
+    *("regression", "retrieval", "segmentation", "shape", "text", "video"),
+)
+_DEFERRED = (
+    *("cpuinfo", "mcli", "torchvision", "transformers", "streaming.multimodal", "streaming.text", "streaming.vision"),
+    *(f"torchmetrics.{part}{kind}" for part in ("", "functional.") for kind in _METRICS),
+)
+"""Modules that they import at their head for what no run of ours does: the processor's features, loggers of Mosaic's platform,
+transforms of images, metrics of texts, data sets of images and videos."""
 
 
 def import_composer() -> None:
@@ -25,13 +31,9 @@ def import_composer() -> None:
     with Reduced(_OPTIONAL, _DEFERRED):
         importlib.import_module("composer")
         importlib.import_module("streaming")
-    threading.Thread(target=_ask_for_cpu, name="CPU", daemon=True).start()
-
-
-def _ask_for_cpu() -> None:
-    """Have Composer's Trainer find the processor's name, which it logs, in its cache: a process of a second finds it."""
-    with contextlib.suppress(Exception):
-        importlib.import_module("composer.utils.collect_env").get_cpu_model()
+    # Composer's Trainer asks for the processor's name, for a process of a second, and logs the versions beside it alone.
+    record: Any = importlib.import_module("composer.utils.collect_env")
+    record.get_cpu_model = platform.machine
 
 
 class Reduced(DistributionFinder):

@@ -20,6 +20,7 @@ HEAVY = (
         "peft",
     ),
     *("lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision", "scipy", "mcli", "accelerate"),
+    *("cpuinfo", "torchmetrics.classification", "torchmetrics.functional.text"),
 )
 PROGRAM = """
 import json, sys

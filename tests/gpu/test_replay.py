@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import operation as operations
-from llmtrain.kernels import replay
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.replay import Replayed, Tape
 from tests.support.replayed import calls, moved, under
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (256, 384)
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "ENABLED", True)
 
 
 def shapes() -> Iterator[tuple[str, Shape]]:

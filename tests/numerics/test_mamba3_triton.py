@@ -66,8 +66,9 @@ def test_every_kernel_compiles(arch, sizes):
     )
     assert done.returncode == 0, done.stderr
     taken, limit = json.loads(done.stdout.splitlines()[-1]), platform.shared_limit(arch)
-    assert limit is not None and set(OURS) < {one["kernel"] for one in taken}
-    assert [one for one in taken if one["shared"] > limit or (one["spilled"] and one["kernel"] in OURS)] == []
+    ours = {*OURS, *(["_rest_bwd"] if sizes[2] > 2 * sizes[4] else [])}
+    assert limit is not None and ours < {one["kernel"] for one in taken}
+    assert [one for one in taken if one["shared"] > limit or (one["spilled"] and one["kernel"] in ours)] == []
 
 
 @pytest.mark.parametrize("here, expected", [(H200, "triton"), (platform.cpu(), "reference")])

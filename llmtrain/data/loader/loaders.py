@@ -19,9 +19,8 @@ from llmtrain.data.loader.batches import Batch, collate, collate_packed, filler
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.token_dataset import TokenDataset
 from llmtrain.data.loader.token_samples import TokenSamples
-from llmtrain.data.loader.worker_errors import FailingLoader, collated, or_failures
+from llmtrain.data.loader.workers import FailingLoader, begin_worker, collated, or_failures
 from llmtrain.data.tokenize.end_of_document import end_of_document
-from llmtrain.distributed.processes import serve_parent
 from llmtrain.errors import UserError
 from llmtrain.schema.data import DataConfig
 
@@ -74,7 +73,7 @@ def _loader_options(data: DataConfig, trained_only: bool) -> dict[str, Any]:
     return {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
-        "worker_init_fn": serve_parent if num_workers else None,
+        "worker_init_fn": functools.partial(begin_worker, parent=os.getpid()) if num_workers else None,
         "pin_memory": torch.cuda.is_available(),
         "collate_fn": collated(
             collate

@@ -18,7 +18,7 @@ from llmtrain.data.loader.mixture import seekable_order
 from llmtrain.data.loader.order import SampleOrder
 from llmtrain.data.loader.streaming_order import StreamingOrder
 from llmtrain.data.loader.token_samples import TokenSamples
-from llmtrain.data.loader.worker_errors import or_failures
+from llmtrain.data.loader.workers import or_failures
 from llmtrain.data.shards.checks import require_epoch
 from llmtrain.schema.data import DataConfig
 

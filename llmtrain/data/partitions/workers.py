@@ -234,7 +234,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 def serve(descriptor: int, parent: int) -> None:
     """Make partitions for the process `parent`, which is at the other end of a socket, until there are no more."""
-    end_with_parent(parent=parent)
+    end_with_parent(parent)
     with Connection(descriptor) as connection:
         try:
             maker = PartitionMaker(_asked(connection), _ProgressReporter(connection))

@@ -53,7 +53,7 @@ def launch_forward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     sums = rotations.rotation_sums(rate, dt)
-    rotated_q, rotated_k, skip, angle, last_k = rotations.rotate(
+    rotated_q, rotated_k, skip, _, angle, last_k = rotations.rotate(
         q, k, dt, later, rate, q_bias, k_bias, D, _wide(first), sums, launch.num_sms
     )
     parts = launch.head_parts(shape[3])
@@ -76,7 +76,7 @@ def _(q, k, v, log_decay, dt, later, rate, q_bias, k_bias, D, h, first, document
     (batch, seq_len, heads, head_dim), d_state, angles = v.shape, q.shape[3], rate.shape[2]
     shapes = ((head_dim, d_state), (angles,), (d_state,))
     last = (v.new_empty((batch, heads, *shape), dtype=torch.float32) for shape in shapes)
-    sums = v.new_empty((batch, heads, angles, -(-seq_len // rotations.TILE)), dtype=torch.float64)
+    sums = v.new_empty((batch, heads, angles, -(-seq_len // rotations.TILE)), dtype=torch.float32)
     return v.new_empty(v.shape), *last, sums
 
 
@@ -92,7 +92,7 @@ def launch_backward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     inputs, ids, first = (q, k, dt, later, rate, q_bias, k_bias, D), document_numbers(document_ids), _wide(first)
-    rotated_q, rotated_k, skip, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
+    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
     chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
     # In fp32: the gradient of an angle is what is left of sums over all later tokens, of which the largest part cancels.
@@ -105,7 +105,7 @@ def launch_backward(
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
     dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations.rotate_bwd(
-        dq, dk, d_weight, d_skip, *last, *inputs, first, sums, ids, launch.num_sms
+        dq, dk, d_weight, d_skip, *last, score, *inputs, first, sums, ids, launch.num_sms
     )
     found = (dq, dk, dv, d_log_decay, d_dt, d_later, d_rate, *d_parameters)
     gradients = [gradient.to(one.dtype) for gradient, one in zip(found, like, strict=True)]

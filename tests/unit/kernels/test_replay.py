@@ -79,7 +79,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kernel = self.device_caches[0][0][key] = Compiled(f"{self.fn.__name__} {key}", signature)
         return kernel
 
-    monkeypatch.setattr(replay, "ENABLED", True)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

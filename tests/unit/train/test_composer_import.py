@@ -1,12 +1,13 @@
 """Modules that Composer is imported without."""
 
 import importlib
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from llmtrain.train.composer_import import Reduced, _ask_for_cpu
+from llmtrain.train.composer_import import Reduced, import_composer
 
 
 @pytest.fixture
@@ -64,9 +65,9 @@ def test_a_package_that_is_imported_already_stays(package, kinds):
     assert sys.modules[package] is module
 
 
-def test_the_processors_name_is_in_composers_cache_before_its_trainer_asks():
-    from composer.utils import collect_env
+def test_composers_record_of_the_machine_starts_no_process(monkeypatch):
+    import_composer()
+    from composer.utils import get_composer_env_dict
 
-    collect_env.get_cpu_model.cache_clear()
-    _ask_for_cpu()
-    assert collect_env.get_cpu_model.cache_info().currsize == 1
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    assert get_composer_env_dict()["composer_version"] == version("mosaicml")

@@ -1,17 +1,39 @@
-"""Errors of a loader's worker processes, in the words in which they were raised.
+"""Worker processes of the loader: they end with their job, and their errors reach it in the words in which they were raised.
 
 A DataLoader raises another error of the same class instead, whose text begins with the worker's traceback. So a worker hands an
 error that is all a user needs over as a batch, and the loader raises it.
 """
 
 import functools
+import os
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from llmtrain.distributed.processes import serve_parent
 from llmtrain.errors import RunError, UserError
+
+_SOCKET = 107 - len("/pymp-00000000/listener-00000000")
+"""Most bytes of a temporary folder's path in which multiprocessing's sockets can have an address."""
+
+
+def begin_worker(worker: int, parent: int) -> None:
+    """Called first in a worker process. worker: its number, which DataLoader passes; parent: process id of the job."""
+    serve_parent(parent)
+    if len(os.fsencode(tempfile.gettempdir())) > _SOCKET:
+        tempfile.tempdir = "/tmp"
+    # The thread that sends batches would drop one that it cannot send, and the job would wait for it without end.
+    Queue._on_queue_feeder_error = staticmethod(_end)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _end(error: Exception, batch: Any) -> None:
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 @dataclass(frozen=True)
