@@ -1,4 +1,4 @@
-"""What comes back through Mamba-3's rotations: gradients of queries, keys, biases, time steps and rates."""
+"""Gradients through Mamba-3's rotations: of queries, keys, biases, time steps and rates."""
 
 import torch
 import triton
