@@ -20,7 +20,7 @@ HEAVY = (
         "peft",
     ),
     *("lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision", "scipy", "mcli", "accelerate"),
-    *("cpuinfo", "torchmetrics.classification", "torchmetrics.functional.text"),
+    *("cpuinfo", "torchmetrics.classification", "torchmetrics.functional.text", "torch._dynamo.symbolic_convert"),
 )
 PROGRAM = """
 import json, sys
