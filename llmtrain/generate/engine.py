@@ -1,12 +1,13 @@
 """Generation for requests that come and go: continuous batching (Yu et al., Orca, OSDI 2022) of prompts of any length.
 
-A step reads a piece of the prompts that wait and one token of every request that is being answered. Prompts are read alone, in
-pieces whose borders depend on the prompt alone; tokens of all rows are read in one pass, whose rounding is all that a request can
-see of the others. With `deterministic` each row has a pass of its own, and sees nothing.
+A step reads some of the prompts that wait and one token of every request that is being answered. Prompts shorter than a piece are
+read together, padded; others alone, in pieces whose borders depend on the prompt alone. Tokens of all rows are read in one pass.
+What a request can see of the others is rounding; with `deterministic` each row has passes of its own, and sees nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,18 @@ import torch
 from torch import Tensor
 
 from llmtrain.errors import UserError
+from llmtrain.generate.decoding import prefill
 from llmtrain.generate.options import Sampling
 from llmtrain.generate.prefixes import PrefixCache
 from llmtrain.generate.sampling import Draws, sample
 from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
+
+TOGETHER = 512
+"""Tokens of short prompts in one pass, padding included."""
+PROMPTS_TOGETHER = 16
+"""Short prompts in one pass: so many rows of memory are taken for it."""
 
 End = Literal["stop", "eod", "length", "cancelled"]
 
@@ -78,7 +85,8 @@ class Engine:
     rows: requests that are answered at a time; others wait in order. max_len: tokens of a prompt and its answer together, at most.
     piece: tokens of a prompt read in one pass. prompt_tokens: about the number of prompt tokens per step while others are being
     answered; default one piece. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values and states take
-    rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits.
+    rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits; short prompts that are read together
+    take up to PROMPTS_TOGETHER rows of max(piece, TOGETHER) slots in all beside them.
     Raises UserError when the model's learned positions end before max_len.
     """
 
@@ -101,8 +109,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.live: list[_Active] = []
         self._reading: tuple[_Active, Cache] | None = None
-        self._read_last: tuple[Sequence[int], Tensor, Cache] | None = None
-        """A prompt that the reader still holds, with the logits after it: the requests of a group have it in common."""
+        self._held: tuple[dict[tuple[int, ...], int], Tensor, Cache] | None = None
+        """Rows of prompts that a cache still holds, with the logits after each: the requests of a group have theirs in common."""
         self.prompt_tokens_read = self.tokens_drawn = 0
 
     @property
@@ -166,7 +174,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Forget what was read with other weights. Nothing may be under way."""
         assert not self.busy, "requests are under way"
-        self._read_last = None
+        self._held = None
         if self.prefixes is not None:
             self.prefixes.clear()
 
@@ -196,34 +204,76 @@ class Engine:
     def _read_prompts(self) -> None:
         budget = self.prompt_tokens
         while len(self.live) < self.rows and (self._reading or self.waiting) and budget > 0:
-            if self._reading is None:
-                request = self.waiting.popleft()
-                if self._read_last is not None and request.prompt == self._read_last[0]:
-                    self._begin(_Active(request, self._draws(request), len(request.prompt)), *self._read_last[1:])
-                    continue
-                self._reading = self._admit(request)
-            active, cache = self._reading
-            ids = active.request.prompt[active.read : active.read + self.piece]
-            logits = self._read(ids, cache)
-            active.read += len(ids)
-            self.prompt_tokens_read += len(ids)
-            if self.live:
-                budget -= len(ids)
-            if self.prefixes is not None and len(ids) == self.piece:
-                self.prefixes.keep(active.request.prompt[: active.read], cache)
-            if active.read == len(active.request.prompt):
-                self._reading = None
-                if not self.deterministic:  # there each row keeps the reader's own memory
-                    self._read_last = active.request.prompt, logits, cache
-                self._begin(active, logits, cache)
+            idle = not self.live
+            if self._reading is None and self._begin_held():
+                continue
+            if self._reading is None and not self.deterministic and len(self.waiting[0].prompt) < self.piece:
+                most = max(self.piece, TOGETHER)
+                read = self._read_short(most if idle else min(most, budget))
+            else:
+                read = self._read_piece()
+            budget -= 0 if idle else read
 
-    def _begin(self, active: _Active, logits: Tensor, cache: Cache) -> None:
-        """Draw the first token of a request whose prompt was read."""
-        if self._draw([active], logits):
-            self.slots.discard(cache)
+    def _begin_held(self) -> bool:
+        """Begin the requests in front whose prompts are held. Returns True if there were any."""
+        if self._held is None:
+            return False
+        (rows, logits, cache), taken = self._held, list[Request]()
+        while self.waiting and len(taken) < self.rows - len(self.live) and tuple(self.waiting[0].prompt) in rows:
+            taken.append(self.waiting.popleft())
+        if taken:
+            active = [_Active(request, self._draws(request), len(request.prompt)) for request in taken]
+            self._begin(active, [rows[tuple(request.prompt)] for request in taken], logits, cache)
+        return bool(taken)
+
+    def _read_short(self, most: int) -> int:
+        """Read prompts of the requests in front together: as many as fit into this many tokens, padding included, and one at least.
+        Returns the number of tokens."""
+        rows, longest = dict[tuple[int, ...], int](), 0
+        for request in itertools.islice(self.waiting, self.rows - len(self.live)):
+            prompt = tuple(request.prompt)
+            wide = max(longest, len(prompt))
+            if len(prompt) >= self.piece or (rows and prompt not in rows and wide * (len(rows) + 1) > most):
+                break
+            rows.setdefault(prompt, len(rows))
+            longest = wide
+            if len(rows) == PROMPTS_TOGETHER:
+                break
+        self._held = None
+        cache = self.slots.reader() if len(rows) == 1 else self.model.empty_cache(len(rows), longest)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            self._held = rows, prefill(self.model, cache, list(rows)), cache
+        self.prompt_tokens_read += sum(map(len, rows))
+        self._begin_held()
+        return longest * len(rows)
+
+    def _read_piece(self) -> int:
+        """Read a piece of a prompt alone. Returns the number of its tokens."""
+        if self._reading is None:
+            self._reading = self._admit(self.waiting.popleft())
+        active, cache = self._reading
+        ids = active.request.prompt[active.read : active.read + self.piece]
+        logits = self._read(ids, cache)
+        active.read += len(ids)
+        self.prompt_tokens_read += len(ids)
+        if self.prefixes is not None and len(ids) == self.piece:
+            self.prefixes.keep(active.request.prompt[: active.read], cache)
+        if active.read == len(active.request.prompt):
+            self._reading = None
+            if not self.deterministic:  # there each row keeps the reader's own memory
+                self._held = {tuple(active.request.prompt): 0}, logits, cache
+            self._begin([active], [0], logits, cache)
+        return len(ids)
+
+    def _begin(self, rows: Sequence[_Active], of: Sequence[int], logits: Tensor, cache: Cache) -> None:
+        """Draw the first tokens of requests whose prompts are these rows of a cache."""
+        ended = set(self._draw(rows, logits[list(of)]))
+        stay = [at for at in range(len(rows)) if at not in ended]
+        if stay:
+            self.slots.join(cache, [of[at] for at in stay], [rows[at].read for at in stay])
+            self.live += [rows[at] for at in stay]
         else:
-            self.slots.join(cache)
-            self.live.append(active)
+            self.slots.discard(cache)
 
     def _draws(self, request: Request) -> Draws:
         return Draws(
@@ -235,7 +285,7 @@ class Engine:
         )
 
     def _admit(self, request: Request) -> tuple[_Active, Cache]:
-        self._read_last = None
+        self._held = None
         active, cache = _Active(request, self._draws(request)), self.slots.reader()
         if self.prefixes is not None:
             active.read = self.prefixes.restore(request.prompt, cache)

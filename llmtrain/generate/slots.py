@@ -29,8 +29,8 @@ class Slots(Protocol):
 
     def discard(self, cache: Cache) -> None: ...
 
-    def join(self, cache: Cache) -> None:
-        """Add what the reader holds as the last row."""
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add rows of a cache, of so many tokens each, as the last ones. The reader has one."""
         ...
 
     def leave(self, row: int) -> None: ...
@@ -62,22 +62,26 @@ class SharedSlots:
     def discard(self, cache: Cache) -> None:
         pass
 
-    def join(self, cache: Cache) -> None:
-        row, length = len(self.first), cache.length
-        assert row < self.count, "no row is free"
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
+        row, longest = len(self.first), max(lengths)
+        assert row + len(of) <= self.count, "no row is free"
         if not self.first:
-            self._set_length(length)
-        elif length > self.cache.length:
-            self._move(length - self.cache.length)
-        end = self.cache.length
-        self.cache.copy_row(row, cache, 0, slice(end - length, end), slice(0, length))
-        self._set_first(row, end - length)
+            self._set_length(longest)
+        elif longest > self.cache.length:
+            self._move(longest - self.cache.length)
+        end, read = self.cache.length, cache.length
+        some = torch.tensor(of, device=self.model.device) if len(of) > 1 else slice(of[0], of[0] + 1)
+        # What is in the slots before a row's tokens is never seen.
+        parts = slice(end - longest, end), slice(read - longest, read)
+        self.cache.copy_rows(slice(row, row + len(of)), cache, some, *parts)
+        self.first += [end - length for length in lengths]
+        self.cache.first[row : row + len(of)] = torch.tensor(self.first[row:], dtype=torch.int32)
 
     def leave(self, row: int) -> None:
         last = len(self.first) - 1
         if row != last:
             slots = slice(self.first[last], self.cache.length)
-            self.cache.copy_row(row, self.cache, last, slots, slots)
+            self.cache.copy_rows(slice(row, row + 1), self.cache, slice(last, last + 1), slots, slots)
             self._set_first(row, self.first[last])
         self.first.pop()
 
@@ -139,7 +143,7 @@ class SeparateSlots:
     def discard(self, cache: Cache) -> None:
         self.free.append(cache)
 
-    def join(self, cache: Cache) -> None:
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
         self.live.append(cache)
 
     def leave(self, row: int) -> None:

@@ -117,11 +117,12 @@ class Cache:
             if dim is None:  # slots are overwritten before they are seen
                 tensor.zero_()
 
-    def copy_row(self, row: int, source: Cache, source_row: int, slots: slice, source_slots: slice) -> None:
-        """Overwrite a row by one of another cache of this model, or of this cache: its states, and its entries of these slots."""
-        for (to, dim), (of, _) in zip(self.tensors(), source.tensors(), strict=True):
-            to, of = to[row], of[source_row]
-            to.copy_(of) if dim is None else _cut(to, dim - 1, slots).copy_(_cut(of, dim - 1, source_slots))
+    def copy_rows(self, rows: slice, source: Cache, of: slice | Tensor, slots: slice, source_slots: slice) -> None:
+        """Overwrite rows by those of another cache of this model, or of this cache: their states, and their entries of these slots.
+        of: rows of the source, each for one here."""
+        for (to, dim), (tensor, _) in zip(self.tensors(), source.tensors(), strict=True):
+            to, tensor = (to, tensor) if dim is None else (_cut(to, dim, slots), _cut(tensor, dim, source_slots))
+            to[rows].copy_(tensor[of])
 
     def move(self, rows: slice, slots: slice, by: int) -> None:
         """Move some rows' entries of these slots by a number of slots. The caller sets `first`, `next` and `length`."""

@@ -127,7 +127,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_format_1_comes_with_its_optimizer(ranks, shards, tmp_path, capsys, size):
     config = tiny_config(shards, tmp_path / "run")
     old = tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -248,7 +248,7 @@ def save_hf_model_with_composer(out: Path, kind: str) -> dict[str, torch.Tensor]
     return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["mpt", "llama"])
+@pytest.mark.parametrize("kind", ["mpt", pytest.param("llama", marks=pytest.mark.ci)])
 def test_composers_file_of_a_hugging_face_model_states_itself_what_it_is(ranks, tmp_path, capsys, kind):
     [expected] = ranks(1).run(save_hf_model_with_composer, tmp_path, kind)
     checkpoints.tokenizer().save(tmp_path / "tokenizer")

@@ -53,7 +53,8 @@ def documents_apart(config: Config, batch: dict[str, torch.Tensor]) -> Step:
 @pytest.mark.parametrize(
     ("size", "microbatch", "compiled_by", "kind"),
     [
-        *((1, 8, None, "none"), (2, 1, None, "full")),
+        pytest.param(1, 8, None, "none", marks=pytest.mark.ci),
+        (2, 1, None, "full"),
         pytest.param(2, 2, "aot_eager", "selective", marks=pytest.mark.slow),
     ],
 )

@@ -95,9 +95,10 @@ def trained(config: Config, graphs: bool, most: int = 8) -> tuple[int, list[tupl
     return WithoutGraphs.made, values
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("count", "microbatch"),
-    [pytest.param(1, 2, marks=pytest.mark.ci), (2, 1), pytest.param(3, 2, marks=pytest.mark.ci)],
+    [(1, 2), (2, 1), (3, 2)],
 )
 def test_losses_and_validation_are_those_of_a_run_without(ranks, shards, tmp_path, count, microbatch):
     changes = {

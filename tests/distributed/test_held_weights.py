@@ -79,7 +79,7 @@ def passes(config: Config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_passes_within_and_after_have_the_gradients_of_fsdp2(ranks, shards, tmp_path, count):
     changes = {"train.precision": "amp_bf16", "model.layers": "m (s+m) m", "model.tie_embeddings": True}
     for found in ranks(count).run(passes, tiny_config(shards, tmp_path, changes)):

@@ -63,7 +63,9 @@ def test_a_resumed_run_is_bit_identical(ranks, shards, tmp_path, uninterrupted, 
 
 
 @pytest.mark.parametrize(
-    "legs", [[(1, 1, 7), (2, 1, None)], [(2, 2, None)]], ids=["over one rank and back", "to ranks that share sequences"]
+    "legs",
+    [pytest.param([(1, 1, 7), (2, 1, None)], marks=pytest.mark.ci), [(2, 2, None)]],
+    ids=["over one rank and back", "to ranks that share sequences"],
 )
 def test_a_run_moves_between_meshes(ranks, shards, tmp_path, uninterrupted, legs):
     """From step 3 on two ranks. legs: (ranks, ranks that share a sequence, the step before which it is interrupted)."""

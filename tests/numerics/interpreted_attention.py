@@ -111,7 +111,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["full", "window", "everything"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(one, marks=pytest.mark.ci) for one in ("full", "window")), "everything"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_kernel(form, name, monkeypatch):
     monkeypatch.setattr(triton_call, "choose", lambda *_: Launch(16, 16, 4, 1, **FORMS[form]))

@@ -21,12 +21,14 @@ LAYERS = {  # as few as show it: the interpreter is slow
 }
 
 
-SLOW = ("mpt with learned positions and clipping", "zamba2 as the 1.2B")
+MARKS = {
+    "mpt with learned positions and clipping": pytest.mark.slow,
+    "llama with grouped queries": pytest.mark.ci,
+    "zamba2 as the 1.2B": pytest.mark.slow,
+}
 
 
-@pytest.mark.parametrize(
-    "name, layers", [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] in SLOW)) for one in LAYERS.items()]
-)
+@pytest.mark.parametrize("name, layers", [pytest.param(*one, marks=MARKS.get(one[0], ())) for one in LAYERS.items()])
 def test_a_packed_batch_equals_its_documents_apart(name, layers, monkeypatch):
     """The documents one by one through the reference."""
     batch = packed_batch()

@@ -109,6 +109,29 @@ def test_requests_that_come_and_go_get_what_each_gets_alone(model, monkeypatch):
     assert min(moves) < 0 < max(moves)
 
 
+def test_short_prompts_that_are_read_together_get_what_each_gets_alone(model, monkeypatch):
+    """Nine prompts of one to nine tokens, of which each of three has a second request, and one that is longer than a piece."""
+    prompts = [[(7 * at + i) % VOCAB for i in range(at)] for at in (4, 9, 1, 7, 2, 8, 3, 6, 5)]
+    lengths: list[int] = []
+    read = CausalLM.next_logits
+
+    def counted(self: CausalLM, ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        lengths.append(ids.numel())
+        return read(self, ids, *args)
+
+    def asked() -> list[Request]:
+        some = [*prompts[:4], [5] * 20, *prompts[4:], *prompts[-3:]]
+        return [Request(ids, 5, Sampling(seed=at), number=at) for at, ids in enumerate(some)]
+
+    expected = [alone(model, request) for request in asked()]
+    monkeypatch.setattr(CausalLM, "next_logits", counted)
+    engine = Engine(model, max_len=MAX_LEN, piece=16, rows=13, prompt_tokens=200)
+    assert [request.ids for request in engine.run(asked())] == expected
+    # Four prompts padded to nine tokens, the long one in two pieces, five padded to eight; then tokens of thirteen rows.
+    assert lengths == [4 * 9, 16, 4, 5 * 8, *[13] * 4]
+    assert engine.prompt_tokens_read == sum(map(len, prompts)) + 20
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_requests_that_come_and_go_get_what_each_gets_alone(model, count):

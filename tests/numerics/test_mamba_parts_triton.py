@@ -40,7 +40,7 @@ def test_the_interpreted_kernels_agree_with_the_reference():
 
 @pytest.mark.ci
 def test_further_cases():
-    run_interpreted("conv1d", "experts", "gated_norm", "mixer", "norm", cases="ci and not slow")
+    run_interpreted("conv1d", "documents", "experts", "gated_norm", "mixer", "norm", cases="ci and not slow")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,31 @@ finally:
 """
     in_shell(program, "<&- >&- 2>&-")
     assert file.read_text() == "3"
+
+
+def test_what_the_terminals_encoding_has_not_is_printed_by_its_number():
+    program = r"""
+import sys
+from llmtrain.errors import exit_with, open_streams
+open_streams()
+print("caf\u00e9", "\udcff.txt", file=sys.stderr)
+exit_with(lambda: print("caf\u00e9", "\udcff.txt"))
+"""
+    for encoding, printed in (("ascii", r"caf\xe9 \udcff.txt"), ("utf-8", r"café \udcff.txt")):
+        environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{printed}\n", f"{printed}\n")
+
+
+def test_processes_of_ours_import_this_package_and_nothing_from_the_working_folder(monkeypatch):
+    package = Path(llmtrain.__file__).parent
+    begun = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert begun.count('sys.executable, "-P", "-m"') == 6 and 'sys.executable, "-m"' not in begun
+    monkeypatch.setattr(sys, "argv", ["llmtrain", "--version"])
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    with pytest.raises(SystemExit):
+        runpy.run_module("llmtrain", run_name="__main__")
+    assert os.environ["PYTHONPATH"] == f"{package.parent}{os.pathsep}theirs"
 
 
 @pytest.mark.parametrize("answer, status", [(None, 0), (0, 0), (1, 1)])

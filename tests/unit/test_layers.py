@@ -1,7 +1,6 @@
 """The floors of the package, by every import of its files: late ones and those for type checking count too."""
 
 import ast
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -70,20 +69,25 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text(encoding="utf-8"))
 
 
-def walk(node: ast.AST, at_import_time: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below, and whether importing the file executes it."""
-    for child in ast.iter_child_nodes(node):
-        late = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        )
-        yield child, at_import_time and not late
-        yield from walk(child, at_import_time and not late)
+@cache
+def nodes(module: str) -> list[tuple[ast.AST, bool]]:
+    """Every node of a file, and whether importing it executes the node."""
+    found, left = [], list[tuple[ast.AST, bool]]([(tree(module), True)])
+    while left:
+        node, now = left.pop()
+        for child in ast.iter_child_nodes(node):
+            late = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
+            left.append((child, now and not late))
+            found.append(left[-1])
+    return found
 
 
 @cache
 def imports(module: str) -> list[Import]:
     found = []
-    for node, now in walk(tree(module)):
+    for node, now in nodes(module):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node.lineno, now) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -195,7 +199,7 @@ def test_the_whole_config_is_read_in_few_files_of_training():
         module
         for module in files()
         if not any(fnmatch(module, pattern) for pattern in NOT_TRAINING)
-        for node, _ in walk(tree(module))
+        for node, _ in nodes(module)
         if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name)
         if node.annotation.id == "Config"
     }
@@ -211,6 +215,6 @@ def test_only_the_platform_asks_for_the_vendor():
     askers = {
         module
         for module in files()
-        if any(isinstance(node, ast.Attribute) and node.attr in VENDOR for node, _ in walk(tree(module)))
+        if any(isinstance(node, ast.Attribute) and node.attr in VENDOR for node, _ in nodes(module))
     }
     assert askers - ASKS_FOR_VENDOR.keys() == set()

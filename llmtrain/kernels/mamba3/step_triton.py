@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.kernels.launch import jit, next_power_of_2
+from llmtrain.kernels.launch import jit
 from llmtrain.kernels.mamba3.reference import State
 from llmtrain.kernels.mamba3.rotations import cos_sin
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.ssd.step_triton import step_constants
 
 _TWO_PI = tl.constexpr(6.283185307179586)
 # Untuned; for AMD compiled only. Elements of h that a program takes at a time: 32 per thread on NVIDIA.
@@ -30,9 +31,7 @@ class TritonMamba3Step:
     """
 
     def __init__(self, spec: Mamba3Spec, platform: Platform):
-        self.spec, self.columns = spec, next_power_of_2(spec.d_state)
-        self.rows = min(next_power_of_2(spec.head_dim), max(1, _TILE // self.columns))
-        self.num_warps = _WARPS["amd" if platform.vendor == "amd" else "nvidia"]
+        self.spec, self.constants = spec, step_constants(spec, _TILE, _WARPS, platform)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor,
@@ -51,14 +50,8 @@ class TritonMamba3Step:
         strides = [s for t in (q, k, v, log_decay, dt, later) for s in t.stride()[:2]]
         _step[spec.n_heads, batch](
             *(q, k, v, log_decay, dt, later, rate, q_bias, k_bias, D, *state, y, *strides, rate.stride(0)),
-            N_HEADS=spec.n_heads,
-            N_GROUPS=spec.n_groups,
-            HEAD_DIM=spec.head_dim,
-            D_STATE=spec.d_state,
             ANGLES=spec.angles,
-            ROWS=self.rows,
-            COLUMNS=self.columns,
-            num_warps=self.num_warps,
+            **self.constants,
         )
         return y
 

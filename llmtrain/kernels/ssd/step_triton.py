@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -11,8 +14,8 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.chunk_cumsum import softplus
 from llmtrain.kernels.ssd.spec import SSDSpec
 
-# Untuned; for AMD compiled only. tile: elements of the state per program, 16 per thread on NVIDIA.
-_LAUNCH = {"nvidia": {"tile": 2048, "num_warps": 4}, "amd": {"tile": 2048, "num_warps": 2}}
+# Untuned; for AMD compiled only. Elements of the state per program, 16 per thread on NVIDIA.
+_TILE, _WARPS = 2048, {"nvidia": 4, "amd": 2}
 
 
 def build(spec: SSDSpec, platform: Platform, variant: str) -> TritonSSDStep:
@@ -27,11 +30,7 @@ class TritonSSDStep:
     """
 
     def __init__(self, spec: SSDSpec, platform: Platform):
-        self.spec = spec
-        launch = _LAUNCH["amd" if platform.vendor == "amd" else "nvidia"]
-        self.columns = next_power_of_2(spec.d_state)
-        self.rows = min(next_power_of_2(spec.head_dim), max(1, launch["tile"] // self.columns))
-        self.num_warps = launch["num_warps"]
+        self.spec, self.constants = spec, step_constants(spec, _TILE, _WARPS, platform)
 
     def __call__(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor,
@@ -47,19 +46,21 @@ class TritonSSDStep:
 
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         strides = [s for t in (x, dt, B, C) for s in t.stride()[:2]]
-        _step[cdiv(spec.head_dim, self.rows), spec.n_heads, batch](
-            *(x, dt, A, B, C, D, dt_bias, state, y),
-            *strides,
-            *(spec.dt_limit or (None, None)),
-            N_HEADS=spec.n_heads,
-            N_GROUPS=spec.n_groups,
-            HEAD_DIM=spec.head_dim,
-            D_STATE=spec.d_state,
-            ROWS=self.rows,
-            COLUMNS=self.columns,
-            num_warps=self.num_warps,
+        _step[cdiv(spec.head_dim, self.constants["ROWS"]), spec.n_heads, batch](
+            *(x, dt, A, B, C, D, dt_bias, state, y, *strides, *(spec.dt_limit or (None, None))), **self.constants
         )
         return y
+
+
+def step_constants(spec: Any, tile: int, warps: Mapping[str, int], platform: Platform) -> dict[str, int]:
+    """Constants of a kernel of one token, and its warps. spec: a specification of the scan; tile: elements of a head's state,
+    [ROWS, COLUMNS], that a program takes at a time; warps: by vendor."""
+    columns = next_power_of_2(spec.d_state)
+    return {
+        "N_HEADS": spec.n_heads, "N_GROUPS": spec.n_groups, "HEAD_DIM": spec.head_dim, "D_STATE": spec.d_state,
+        "ROWS": min(next_power_of_2(spec.head_dim), max(1, tile // columns)), "COLUMNS": columns,
+        "num_warps": warps["amd" if platform.vendor == "amd" else "nvidia"],
+    }  # fmt: skip
 
 
 @jit

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
+from llmtrain.generate.decoding import prefill
 from llmtrain.generate.engine import Engine, Request, Token
 from llmtrain.generate.prefixes import PrefixCache
 from llmtrain.generate.sampling import Sampling
@@ -95,6 +96,29 @@ def test_a_prompt_that_requests_have_in_common_is_read_once(model):
     made.weights_changed()
     group(made)
     assert made.prompt_tokens_read == 2 * 8, "nothing of other weights is left"
+
+
+def test_prompts_read_together_are_bounded_in_number_and_beside_decoding_in_tokens(model, monkeypatch):
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "llmtrain.generate.engine.prefill",
+        lambda model, cache, prompts: (
+            shapes.append((len(prompts), max(map(len, prompts)))),
+            prefill(model, cache, prompts),
+        )[1],
+    )
+    made = engine(model, rows=40, prompt_tokens=12)
+    for at in range(20):
+        made.submit(Request([at + 1, 1], 9, GREEDY))
+    made.step()
+    assert shapes == [(16, 2), (4, 2)] and len(made.live) == 20
+    for at in range(6):
+        made.submit(Request([at + 1, 2, 3, 4], 9, GREEDY))
+    shapes.clear()
+    made.step()
+    assert shapes == [(3, 4)], "twelve tokens"
+    made.step()
+    assert shapes == [(3, 4)] * 2 and len(made.live) == 26
 
 
 def test_a_cancelled_prompt_is_read_no_further(model):
