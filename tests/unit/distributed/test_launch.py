@@ -36,7 +36,12 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("sent", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL")],
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
+    ],
 )
 def test_ending_the_launcher_ends_the_ranks(tmp_path: Path, sent: signal.Signals, status: int):
     program = SLEEP if sent != signal.SIGKILL else ENDS_WITH_LAUNCHER + SLEEP
