@@ -25,7 +25,7 @@ from llmtrain.commands.prepare import add_prepare
 from llmtrain.commands.schema import add_schema
 from llmtrain.commands.serve import add_serve
 from llmtrain.commands.train import add_train
-from llmtrain.errors import exit_status, exit_with, open_closed_streams
+from llmtrain.errors import exit_status, exit_with, open_streams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def _share_cores() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status (see `llmtrain.errors`)."""
-    open_closed_streams()
+    open_streams()
     _name_user()
     _share_cores()
     root = parser()

@@ -10,6 +10,7 @@ with its traceback.
 
 import contextlib
 import errno
+import io
 import os
 import re
 import select
@@ -39,7 +40,7 @@ class RunError(RuntimeError):
 
 
 class Preempted(Exception):
-    """The run ended before its time, with a checkpoint at `step`. number: the signal, SIGTERM or SIGINT."""
+    """The run ended before its time, with a checkpoint at `step`. number: the signal, SIGTERM, SIGINT or SIGHUP."""
 
     status = 128 + signal.SIGTERM
 
@@ -100,9 +101,9 @@ def print_error(error: BaseException) -> None:
         _lead_nowhere(2)
 
 
-def open_closed_streams() -> None:
+def open_streams() -> None:
     """Let standard streams that are closed (`>&-`) lead nowhere: the next files to be opened would take their numbers, and get what
-    is printed."""
+    is printed. A character that the terminal's encoding has not, or half of one in a file's name, is printed by its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -111,6 +112,8 @@ def open_closed_streams() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+        if mode == "w" and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def unwritable_output() -> OSError | None:

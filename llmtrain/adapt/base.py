@@ -49,6 +49,10 @@ class Converter(ABC):
         """
         return dict(weights)
 
+    def merged_config(self, config: ModelConfig) -> ModelConfig:
+        """config: of the model without the change -> of the one whose weights `merged` has. After `convert`."""
+        return config
+
     def saved_ops(self) -> set[str]:
         """Operators whose outputs selective checkpointing keeps beside those of the mixers; str() of each."""
         return set()

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from llmtrain.adapt.adapters import WHOLE, Adapter, EmbeddingAdapter, Unit, adapted_class
 from llmtrain.adapt.base import Converter
 from llmtrain.adapt.expert_adapters import ExpertAdapter, adapted_experts
+from llmtrain.adapt.native_adapters import TARGETS, joined, native_module, native_of, ranks_needed, widened
 from llmtrain.config.report import nearest
 from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.block import Block
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.feed_forward.experts import ExpertWeights
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.init import clean_name
 from llmtrain.models.layer_part import LayerPart
 from llmtrain.models.layers import Embedding, Linear
+from llmtrain.models.mixers.shared_attention import SharedInput
 from llmtrain.schema.adapt import LoraConfig
 
 
@@ -115,6 +118,7 @@ class Lora(Converter):
         self.adapters: dict[str, tuple[Site, list[Unit]]] = {}
         self.layers: dict[str, str] = {}
         self.several: set[str] = set()
+        self.native: dict[str, str] = {}
 
     def convert(self, model: HybridLM, platform: Platform) -> None:
         self.adapters = {site.place: (site, units) for site, units in self._chosen(list(sites(model)))}
@@ -122,6 +126,10 @@ class Lora(Converter):
         self.layers = {place: paths[site.layer] for place, (site, _) in self.adapters.items()}
         uses = Counter(one for use in model.shared_uses() for one in use.modules())
         self.several = {place for place, (site, _) in self.adapters.items() if uses[site.layer] > 1}
+        self.native = {}
+        for place in self.several if not self.config.dora else ():
+            if (name := native_of(place, cast("SharedInput", self.adapters[place][0].use))) is not None:
+                self.native[place] = name
         model.requires_grad_(False)
         for site, units in self.adapters.values():
             with site.weight.device:
@@ -194,7 +202,8 @@ class Lora(Converter):
                 module.begin()
 
     def module_of(self, name: str) -> str | None:
-        return self.layers.get(self.place_of(name))
+        place = self.place_of(name)
+        return native_module(name, place, self.native[place]) if place in self.native else self.layers.get(place)
 
     def place_of(self, name: str) -> str:
         """The place of the adapter that has a parameter; "" of others."""
@@ -202,16 +211,29 @@ class Lora(Converter):
             name = name.rpartition(".")[0]
         return name
 
+    @property
+    def _native_ranks(self) -> int:
+        return max((ranks_needed(self.adapters[place][1]) for place in self.native), default=0)
+
+    def merged_config(self, config: ModelConfig) -> ModelConfig:
+        return widened(config, self._native_ranks) if self.native else config
+
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         places = {name: self.place_of(name) for name in weights}
         found = {name: weight for name, weight in weights.items() if not places[name]}
-        for place in dict.fromkeys(filter(None, places.values())):
+        if self.native:
+            units, ranks = {place: self.adapters[place][1] for place in self.native}, self._native_ranks
+            wider = {name: joined(name, weights, units, ranks) for name in found}
+            found |= {name: weight for name, weight in wider.items() if weight is not None}
+        for place in dict.fromkeys(one for one in places.values() if one and one not in self.native):
             site, units = self.adapters[place]
             name = f"{self.layers[place]}.{site.matrix}"
             if place in self.several:
                 raise UserError(
                     f"{self.layers[place]} is of a shared block, whose uses have adapters of their own; no weight computes what "
-                    "these do. Export the adapters (without --merge), or train with targets that leave shared blocks out"
+                    "these do. Export the adapters (without --merge), or train with targets that leave shared blocks out, but "
+                    f"for {' and '.join(f'*.shared_input.{name}' for name in TARGETS.values())} without dora, which merge into "
+                    "native adapters where the block has these (adapter_rank, attn_adapter_rank)"
                 )
             if isinstance(site.layer, Embedding):
                 if site.tied:

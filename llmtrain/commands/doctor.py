@@ -64,5 +64,5 @@ def _cluster(args: argparse.Namespace) -> int:
 
         asked = [args.file, *args.overrides] if args.file else []
         with tempfile.TemporaryDirectory() as logs:
-            return launch([sys.executable, "-m", "llmtrain.cli", "doctor", "--cluster", *asked], processes, logs)
+            return launch([sys.executable, "-P", "-m", "llmtrain.cli", "doctor", "--cluster", *asked], processes, logs)
     return run(folder)

@@ -149,7 +149,7 @@ def run_eval(args: argparse.Namespace) -> int:
         return _run(file, overrides)
     from llmtrain.distributed.launch import launch
 
-    command = [sys.executable, "-m", "llmtrain.cli", "eval", *([] if file is None else [file]), *overrides]
+    command = [sys.executable, "-P", "-m", "llmtrain.cli", "eval", *([] if file is None else [file]), *overrides]
     return launch(command, processes, run.out)
 
 

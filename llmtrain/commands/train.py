@@ -102,7 +102,7 @@ def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes
     if args.fresh:
         refuse_used_remote(config)
         move_aside(lock)
-    command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *args.overrides]
+    command = [sys.executable, "-P", "-m", "llmtrain.cli", "train", args.file, *args.overrides]
 
     def start(ranks: int, attempt: int) -> int:
         return launch(command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,17 @@ class CheckpointWeights(TensorReader):
     """Weights, or with `ema` the averages of those that were trained. Where changes added something beneath a module, its weights
     are merged when they are read: a module is in memory at a time.
 
-    converters: the changes, in order, after they were made to a model. plain: names of the parameters of the model without them.
+    converters: the changes, in order, after they were made to a model. plain: shapes of the parameters after a merge, by name.
     Raises CheckpointError for a checkpoint without averages.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, plain: Collection[str], converters: Sequence[Converter], ema: bool
+        self,
+        folder: Path,
+        manifest: Manifest,
+        plain: Mapping[str, tuple[int, ...]],
+        converters: Sequence[Converter],
+        ema: bool,
     ):
         self._tensors, self._converters = CheckpointTensors(folder, manifest), converters
         if ema:
@@ -52,7 +57,8 @@ class CheckpointWeights(TensorReader):
             while module and module not in modules:
                 module = _module(module)
             self._parts.setdefault(module, []).append(name)
-        self._parts = {module: parts for module, parts in self._parts.items() if not set(parts) <= set(plain)}
+        kept = {name for name, shape in plain.items() if self._tensors.shape(self._stored.get(name, name)) == shape}
+        self._parts = {module: parts for module, parts in self._parts.items() if not set(parts) <= kept}
         merged = {part for parts in self._parts.values() for part in parts}
         made = [item for module in self._parts for item in self._merged(module, torch.device("meta")).items()]
         entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made]
@@ -149,8 +155,10 @@ def export(
             if trim_vocab:
                 raise UserError("--trim-vocab: the rows are the base's; use it with --merge")
             return _export_adapters(folder, manifest, config, family, out, dtype, ema)
-        plain = [weight.ours for weight in family.weights(config)]
         changes = converters_of(config, adapt)
+        for change in changes:
+            config = change.merged_config(config)
+        plain = {weight.ours: weight.shape for weight in family.weights(config)}
         tensors = CheckpointWeights(folder, manifest, plain, changes, ema)
         _check_tensors(tensors, family.weights(config), folder)
         trimmed = max(config.vocab_size - text.vocab_size, 0) if trim_vocab else 0

@@ -86,6 +86,10 @@ def world_from_environment() -> World:
     """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a lone process is rank 0 of 1. Raises UserError for others."""
     size = _number("WORLD_SIZE", 1, range(1, sys.maxsize))
     local_size = _number("LOCAL_WORLD_SIZE", size, range(1, size + 1))
+    if size > 1 and not launched_by_a_launcher():
+        raise UserError(
+            f"the environment has WORLD_SIZE={size}, but not RANK: a launcher sets both; unset it for one process"
+        )
     return World(
         rank=_number("RANK", 0, range(size)),
         size=size,

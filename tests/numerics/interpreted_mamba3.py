@@ -91,7 +91,7 @@ def test_extreme_decays_and_weights(decay, later):
 
 
 def test_rounding_of_16_bits_does_not_add_up_over_later_tokens():
-    """A rate acts on all later tokens, whose gradients cancel but for pairs with earlier ones; see `rotations._turn`."""
+    """A rate acts on all later tokens, whose gradients cancel but for pairs with earlier ones; see `rotations_bwd._turn`."""
     spec = Mamba3Spec(2, 64, 128, 1, 32, dtype="float16")
     tensors = support.inputs("mamba3", spec, 1, 512)
     found = support.outcome(flat(TritonMamba3(replace(default_launch(spec.scan, GPU), num_sms=1))), tensors)

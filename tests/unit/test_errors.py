@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,31 @@ finally:
     assert file.read_text() == "3"
 
 
+def test_what_the_terminals_encoding_has_not_is_printed_by_its_number():
+    program = r"""
+import sys
+from llmtrain.errors import exit_with, open_streams
+open_streams()
+print("caf\u00e9", "\udcff.txt", file=sys.stderr)
+exit_with(lambda: print("caf\u00e9", "\udcff.txt"))
+"""
+    for encoding, printed in (("ascii", r"caf\xe9 \udcff.txt"), ("utf-8", r"café \udcff.txt")):
+        environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{printed}\n", f"{printed}\n")
+
+
+def test_processes_of_ours_import_this_package_and_nothing_from_the_working_folder(monkeypatch):
+    package = Path(llmtrain.__file__).parent
+    begun = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert begun.count('sys.executable, "-P", "-m"') == 6 and 'sys.executable, "-m"' not in begun
+    monkeypatch.setattr(sys, "argv", ["llmtrain", "--version"])
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    with pytest.raises(SystemExit):
+        runpy.run_module("llmtrain", run_name="__main__")
+    assert os.environ["PYTHONPATH"] == f"{package.parent}{os.pathsep}theirs"
+
+
 @pytest.mark.parametrize("answer, status", [(None, 0), (0, 0), (1, 1)])
 def test_otherwise_main_states_the_status(answer, status):
     assert exit_status(lambda: answer) == status
@@ -137,8 +163,8 @@ def test_every_program_ends_so():
     assert [name for name, text in programs.items() if not text.endswith(":\n    exit_with(main)\n")] == []
 
 
-def refuse(number: int, file: Path) -> None:
-    raise OSError(number, os.strerror(number), str(file))
+def refuse(number: int, file: Path | None) -> None:
+    raise OSError(number, os.strerror(number), *([] if file is None else [str(file)]))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +175,7 @@ def refuse(number: int, file: Path) -> None:
         (lambda folder: (folder / "loop").open(), 2, "loop: Too many levels of symbolic links"),
         (lambda folder: refuse(errno.EACCES, folder / "a"), 1, "a: Permission denied"),
         (lambda folder: refuse(errno.ENOSPC, folder / "a"), 1, "a: No space left on device"),
+        (lambda folder: refuse(errno.EDQUOT, None), 1, "^Disk quota exceeded: the disk is full"),
         (lambda folder: Path("/dev/full").write_text("x"), 1, "^No space left on device: the disk is full"),
         (lambda folder: write_synced(Path("/dev/full"), b"x"), 1, "/dev/full: No space left on device"),
         (lambda folder: refuse(errno.EIO, folder / "a"), 1, "a: Input/output error"),
@@ -163,6 +190,7 @@ def refuse(number: int, file: Path) -> None:
         "loop opened",
         "no permission",
         "full",
+        "quota unnamed",
         "full unnamed",
         "full named",
         "broken",

@@ -48,7 +48,8 @@ def measure(case: Case, sweep: Sweep) -> dict[str, Any]:
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
     said = folder.parent / f"{folder.name}.txt"
-    command = [sys.executable, "-m", "llmtrain.cli", "train", case.model, *case.settings, "--nproc", str(case.gpus)]
+    settings = [*case.settings, "--nproc", str(case.gpus)]
+    command = [sys.executable, "-P", "-m", "llmtrain.cli", "train", case.model, *settings]
     began = time.monotonic()
     with said.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

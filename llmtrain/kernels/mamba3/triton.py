@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import decays, rotations
+from llmtrain.kernels.mamba3 import decays, rotations, rotations_bwd
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operators import operator, register_autograd
@@ -104,7 +104,7 @@ def launch_backward(
     )
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
-    dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations.rotate_bwd(
+    dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations_bwd.rotate_bwd(
         dq, dk, d_weight, d_skip, *last, score, *inputs, first, sums, ids, launch.num_sms
     )
     found = (dq, dk, dv, d_log_decay, d_dt, d_later, d_rate, *d_parameters)

@@ -121,7 +121,7 @@ class RewardProcess:
         return found["reward"]
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "llmtrain.objectives.policy.rewards"]
+        command = [sys.executable, "-P", "-m", "llmtrain.objectives.policy.rewards"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._rest = b""
         found = self._ask(self.reward.model_dump(mode="json"), START_SECONDS)

@@ -31,6 +31,7 @@ def environment(monkeypatch):
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2: expected a number, 0 to 1,"),
         ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1: expected"),
         ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE=0: expected a number, 1 or more,"),
+        ({"WORLD_SIZE": 2}, "WORLD_SIZE=2, but not RANK"),
         ({"RANK": "", "WORLD_SIZE": 1}, "RANK=: expected a number, 0 to 0,"),
         ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 3}, "LOCAL_WORLD_SIZE=3: expected a number, 1 to 2,"),
         (
