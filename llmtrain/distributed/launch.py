@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-from llmtrain.distributed.processes import LAUNCHER
+from llmtrain.distributed.processes import LAUNCHER, saving_signals
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import LISTENER, rank_environment
 from llmtrain.logs import log
@@ -48,7 +48,7 @@ def launch(
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
     held = (lock.descriptor,) if lock else ()
     ranks: list[subprocess.Popen] = []
-    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    before = {number: signal.signal(number, _raise_signalled) for number in saving_signals()}
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=2 * processes) as listener:
             port, handle = listener.getsockname()[1], listener.fileno()
@@ -58,20 +58,19 @@ def launch(
                 mode = "a" if attempt else "w"  # what an earlier attempt ended with is worth reading
                 ranks.append(_start(command, environment, log_file, mode, held if rank else (*held, handle)))
         return _watch(ranks, logs, grace_seconds)
-    except KeyboardInterrupt:
-        return _preempt(ranks, grace_seconds, signal.SIGINT)
-    except _Terminated:  # a job manager ends the parent: the ranks must not outlive it
-        return _preempt(ranks, grace_seconds, signal.SIGTERM)
+    except _Signalled as signalled:  # a job manager ends the parent: the ranks must not outlive it
+        return _preempt(ranks, grace_seconds, signalled.args[0])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as an exception."""
+class _Signalled(BaseException):
+    """A signal by which a run saves, as an exception."""
 
 
-def _raise_terminated(*_: object) -> None:
-    raise _Terminated
+def _raise_signalled(number: int, _: object) -> None:
+    raise _Signalled(signal.Signals(number))
 
 
 def _start(
@@ -87,7 +86,7 @@ def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal
     """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
     try:
         _stop(ranks, number, grace_seconds + _EXIT_SECONDS)
-    except (_Terminated, KeyboardInterrupt):
+    except _Signalled:
         _kill(ranks)
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
 
@@ -95,7 +94,7 @@ def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal
 def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in saving_signals():
             if 128 + number in statuses:  # somebody signalled the ranks, and not us
                 return _preempt(ranks, grace_seconds, number)
         if any(statuses):

@@ -68,12 +68,19 @@ def end_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def saving_signals() -> list[signal.Signals]:
+    """Signals by which a run saves and ends; SIGHUP, of a terminal that closed, where it is not ignored (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+
+
 def serve_parent(parent: int) -> None:
     """`end_with_parent`, and take SIGTERM from the parent alone: `timeout`, SLURM and systemd signal every process of a job at
-    once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C. Call it before there are threads.
-    parent: as above."""
+    once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C, or that closes. Call it before
+    there are threads. parent: as above."""
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parents_sigterm, name="SIGTERM", daemon=True).start()

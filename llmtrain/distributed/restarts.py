@@ -6,8 +6,8 @@ from collections.abc import Callable
 from llmtrain.errors import Preempted, UserError
 from llmtrain.logs import log
 
-_FINAL = (0, UserError.status, 128 + signal.SIGINT, Preempted.status)
-"""Exit statuses that another start would not change: success, a wrong input, Ctrl-C, SIGTERM."""
+_FINAL = (0, UserError.status, 128 + signal.SIGINT, 128 + signal.SIGHUP, Preempted.status)
+"""Exit statuses that another start would not change: success, a wrong input, Ctrl-C, a closed terminal, SIGTERM."""
 
 
 def run_with_restarts(

@@ -82,7 +82,7 @@ def serving(model: Path, *options: str, **variables: str) -> Iterator[tuple[subp
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
     """Exit status and the rest of standard error."""
     _, rest = process.communicate(timeout=seconds)
     return process.returncode, rest

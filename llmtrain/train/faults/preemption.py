@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.distributed.processes import saving_signals
 from llmtrain.distributed.run_lock import release_all
 from llmtrain.distributed.world import gloo_group
 from llmtrain.errors import Preempted, signal_name
@@ -22,7 +24,7 @@ _SAME_SIGNAL_SECONDS = 2.0
 
 
 class Preemption:
-    """Records SIGTERM or SIGINT on this rank, and finds the step after which all ranks save and end.
+    """Records SIGTERM, SIGINT or SIGHUP on this rank, and finds the step after which all ranks save and end.
 
     A collective that every step waits for would cost its latency each time. Here each step starts a reduction over a
     group of its own and reads the result of the step before, which has long arrived: the signal takes effect one step
@@ -46,7 +48,7 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Preemption:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in saving_signals()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -101,4 +103,5 @@ class Preemption:
 
 def _write_stderr(text: str) -> None:
     """Write by the system call: a signal handler may have interrupted a print, whose buffer it must not touch."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, (text + "\n").encode())
+    with contextlib.suppress(OSError):  # the terminal is gone, say
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, (text + "\n").encode())
