@@ -193,6 +193,8 @@ def test_what_is_damaged_here_is_fetched_again(root, bucket):
     assert found == folder and "__0_1.distcp is not what was written" in said[0]
     manifests.verify(folder, manifests.read(folder))
     assert (root / "step-00000005.damaged").is_dir()
+    flip(folder / "__0_1.distcp")
+    assert bring(bucket.url, root)[0] == folder and (root / "step-00000005.damaged-2").is_dir()
     assert [path.name for path in local.folders(root)] == ["step-00000005"]
 
 
