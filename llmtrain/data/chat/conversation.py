@@ -172,7 +172,7 @@ def parsed(name: str, value: Any) -> Any:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """A message without empty fields; `tool_calls` may be JSON text."""
+    """A message without empty fields; `tool_calls` may be JSON text, and `content` a list of parts that are texts."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatFault(f"turn {number} has no `role`")
     found = _without_nulls(dict(message))
@@ -183,6 +183,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         _unicode(content, f"turn {number}")
     elif content is not None and not isinstance(content, list):
         raise ChatFault(f"the content of turn {number} is {type(content).__name__}, not text")
+    elif content and all(isinstance(part, Mapping) and "type" in part for part in content):
+        if other := next((part["type"] for part in content if part["type"] != "text"), None):
+            raise ChatFault(f"turn {number} has a part of type {other!r}, and only text is read; leave the record out")
+        found["content"] = "".join(text_of(part.get("text"), f"text of turn {number}") for part in content)
     return found
 
 

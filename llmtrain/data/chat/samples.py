@@ -88,6 +88,11 @@ class ChatSettings:
         assert self.template is not None
         before, _ = self.template.render(chat.messages[:number], tools=chat.tools, add_generation_prompt=True)
         if number == len(chat.messages) - 1:
+            if common_length(before, text) == len(text):
+                raise ChatFault(
+                    f"chat template {self.template.source} writes nothing of turn {number + 1} (assistant); name another with "
+                    "chat.template"
+                )
             return before, text
         upto, _ = self.template.render(chat.messages[: number + 1], tools=chat.tools)
         begin, end = common_length(before, text), common_length(upto, text)

@@ -196,6 +196,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no turns": ({"messages": []}, "'messages' is empty; expected a list of turns"),
     "a text": ({"messages": "hello"}, "'messages' is text, but no JSON"),
     "a number": ({"messages": [USER, {"role": "assistant", "content": 3}]}, "the content of turn 2 is int, not text"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER]},
+        "turn 1 has a part of type 'image_url', and only text is read",
+    ),
+    "a part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
+        "'text of turn 1' is NoneType",
+    ),
     "another format": ({"text": "x"}, r"has no 'messages' \(keys: text\); name its field with chat.fields"),
     "tools": ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' is no list of descriptions"),
     "half a surrogate": ({"messages": messages("q", "\ud800")}, "holds half of a surrogate pair"),

@@ -9,7 +9,7 @@ import yaml
 from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from llmtrain.data.chat.conversation import ChatFault, Conversation
+from llmtrain.data.chat.conversation import ChatFault, Conversation, conversation
 from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
 from llmtrain.data.chat.template import CHATML, ChatError, ChatTemplate
 from llmtrain.data.tokenize.encode import DocumentMarks
@@ -200,6 +200,21 @@ def test_a_marked_template_that_marks_no_answer():
     )
     settings = ChatSettings("messages", (), ChatTemplate(text, {}, "x"), "all", "none")
     assert settings.convert({"messages": TURNS})[1] == "chat template x marks no answer of it by {% generation %}"
+
+
+@pytest.mark.parametrize("text", ["{{ messages[0].content }}", "Hello{{ '!' if add_generation_prompt }}"])
+def test_rejects_a_template_that_writes_no_answer(text):
+    settings = ChatSettings("messages", (), ChatTemplate(text, {}, "x"), "last", "none")
+    fault = settings.convert({"messages": TURNS[:2]})[1]
+    assert fault == "chat template x writes nothing of turn 2 (assistant); name another with chat.template"
+
+
+def test_texts_in_parts_are_one_text():
+    """As OpenAI's API has them; few templates take them apart."""
+    plain = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    divided = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "c"}]}]
+    assert conversation({"messages": divided}, "messages") == conversation({"messages": plain}, "messages")
 
 
 def test_chatml_marks_answers():
