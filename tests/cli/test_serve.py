@@ -68,6 +68,8 @@ def test_rejects_what_it_cannot_serve(model, tmp_path, capsys):
         ([str(model), "--key-file", str(tmp_path / "none")], "cannot be read"),
         ([str(model), "--chat-template", str(tmp_path / "none.jinja")], "chat_template"),
         ([str(tmp_path / "empty")], str(tmp_path / "empty")),
+        ([str(model), "--max-waiting", "9" * 24], "expected at most 1000000"),
+        ([str(model), "--max-body", "9" * 24], "expected at most 1099511627776"),
         ([str(model), "--max-len", "9" * 24], "expected at most 100000000"),
         ([str(model), "--max-len", "100000000", "--rows", "1000000"], "no memory for --rows 1000000 of --max-len 1000"),
     ]

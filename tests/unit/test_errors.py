@@ -163,8 +163,8 @@ def test_every_program_ends_so():
     assert [name for name, text in programs.items() if not text.endswith(":\n    exit_with(main)\n")] == []
 
 
-def refuse(number: int, file: Path) -> None:
-    raise OSError(number, os.strerror(number), str(file))
+def refuse(number: int, file: Path | None) -> None:
+    raise OSError(number, os.strerror(number), *([] if file is None else [str(file)]))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,7 @@ def refuse(number: int, file: Path) -> None:
         (lambda folder: (folder / "loop").open(), 2, "loop: Too many levels of symbolic links"),
         (lambda folder: refuse(errno.EACCES, folder / "a"), 1, "a: Permission denied"),
         (lambda folder: refuse(errno.ENOSPC, folder / "a"), 1, "a: No space left on device"),
+        (lambda folder: refuse(errno.EDQUOT, None), 1, "^Disk quota exceeded: the disk is full"),
         (lambda folder: Path("/dev/full").write_text("x"), 1, "^No space left on device: the disk is full"),
         (lambda folder: write_synced(Path("/dev/full"), b"x"), 1, "/dev/full: No space left on device"),
         (lambda folder: refuse(errno.EIO, folder / "a"), 1, "a: Input/output error"),
@@ -189,6 +190,7 @@ def refuse(number: int, file: Path) -> None:
         "loop opened",
         "no permission",
         "full",
+        "quota unnamed",
         "full unnamed",
         "full named",
         "broken",

@@ -16,9 +16,9 @@ from llmtrain.data.sources.storage import open_file
 BLOCK_BYTES = 1 << 20
 """A text longer than this is several pieces, each of the lines that begin in one block of the file."""
 LONGEST_LINE = 8 << 20
+"""A line of a text that is longer is cut, between two characters. A record is never cut."""
 LONGEST_RECORD = 256 << 20
 """Bytes of a line of JSON; a longer one is no record, and reading it would take eight times as much memory."""
-"""A line of a text that is longer is cut, between two characters. A record is never cut."""
 _RECORD_BLOCK = 1 << 18
 """Bytes of JSON lines that are read at a time: they stay in a core's cache."""
 _UNITS = {"text": "file", "jsonl": "line"}

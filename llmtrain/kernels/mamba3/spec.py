@@ -41,6 +41,5 @@ def refuse_triton_rotations(spec: Mamba3Spec, platform: Platform | None) -> str 
 
 
 def preference(spec: Mamba3Spec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`. Not measured yet: the Triton scan beneath is Mamba-2's, which is, and the
-    reference keeps seven tensors like k of each head in fp32."""
+    """Backends from fastest to slowest, for `auto`. The reference keeps seven tensors like k of each head in fp32."""
     return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

@@ -1,5 +1,6 @@
 """Destinations of metrics: RUN/metrics.jsonl, the terminal, TensorBoard, wandb."""
 
+import contextlib
 import json
 import os
 import re
@@ -188,7 +189,8 @@ class ProgressLogger(LoggerDestination):
 
     def close(self, state: State, logger: Logger) -> None:
         if self.progress:
-            self.progress.stop()
+            with contextlib.suppress(OSError):  # of a terminal that has closed meanwhile, under nohup
+                self.progress.stop()
             self.progress = None
 
     def _text(self) -> str:

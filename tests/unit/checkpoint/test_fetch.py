@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.checkpoint import fetch as fetch_module
 from llmtrain.checkpoint.fetch import fetch_newest
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError
@@ -120,6 +121,13 @@ def test_first_uploads_that_were_cut_short_at_any_moment_never_block_a_start(tmp
         upload(store, folder)
     assert store.sizes().keys() == {f"{folder.name}/{path.name}" for folder in folders for path in folder.iterdir()}
     assert fetch(store.url, tmp_path / "here")[0].startswith("downloading")
+
+
+def test_a_store_that_lists_nothing_once_is_asked_again(store, tmp_path, monkeypatch):
+    answers = iter([[], list_stored(store)])
+    monkeypatch.setattr(fetch_module, "list_stored", lambda _: next(answers))
+    with pytest.raises(StoreError, match="lists its objects otherwise each time"):
+        fetch(store.url, tmp_path / "here")
 
 
 ANSWERS = {

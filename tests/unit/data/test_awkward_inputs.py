@@ -276,10 +276,10 @@ def test_a_text_without_line_breaks_is_whole_whatever_its_length(write, monkeypa
 def test_a_line_beyond_all_bounds_sets_its_file_aside(write, monkeypatch, name, line):
     monkeypatch.setattr(records, "LONGEST_RECORD", 1 << 10)
     monkeypatch.setattr(records, "BLOCK_BYTES", 64)
-    content = b'{"text": "before"}\n{"text": "too"}\n' + line + b'\n{"text": "behind"}\n'
+    content = b'{"text": "before"}\n{"text": "too"}\n' * 5 + line + b'\n{"text": "behind"}\n'
     texts, [bad] = read(write(name, gzip.compress(content) if name.endswith("gz") else content))
     assert "behind" not in texts and bad.fatal == ("folder" not in name)
-    assert "a.jsonl" in str(bad) and ":3: a line of more than" in str(bad)
+    assert "a.jsonl" in str(bad) and ":11: a line of more than" in str(bad)
 
 
 @pytest.mark.slow

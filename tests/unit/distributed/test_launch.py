@@ -98,7 +98,7 @@ notes = pathlib.Path(os.environ["NOTES"])
 def save(*_):
     time.sleep(1.5)
     (notes / ("saved" + os.environ["RANK"])).touch()
-    sys.exit(143)
+    sys.exit(int(os.environ.get("ENDS", "143")))
 signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("DEAF") else save)
 (notes / os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(60)
@@ -126,6 +126,12 @@ def test_preempted_ranks_have_time_to_save(tmp_path: Path, by: str):
         os.kill(pid, signal.SIGTERM)
     assert process.wait(300) == 143
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
+def test_ranks_that_end_well_after_a_signal_have_finished_the_run(tmp_path: Path):
+    process, _ = start(tmp_path, 60, ENDS="0")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2])

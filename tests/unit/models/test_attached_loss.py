@@ -103,7 +103,7 @@ def test_gradients_are_those_of_a_loss_with_the_term_written_out(kind, plainly):
     ).norm() > 1e-4
 
 
-@pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_the_same_where_layers_are_compiled(kind, plainly):
     settings, (wanted, term, loads) = plainly

@@ -1,5 +1,6 @@
 """Dropout seeds, throughput arithmetic, and the files that metrics go to."""
 
+import errno
 import itertools
 import json
 import resource
@@ -119,6 +120,16 @@ def test_evaluation_and_saves_have_shares_of_the_time_which_what_is_left_contain
     assert logged.metrics["throughput/evaluation_share"] == pytest.approx(6 / 16)
     assert logged.metrics["throughput/save_share"] == pytest.approx(2 / 16)
     assert logged.metrics["throughput/seconds_left"] == pytest.approx(95 * 4)
+
+
+def test_a_bar_whose_terminal_has_closed_ends_no_run():
+    def stop() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    progress = ProgressLogger(400, bar=False)
+    progress.progress = SimpleNamespace(stop=stop)  # type: ignore[assignment]
+    progress.close(None, None)  # type: ignore[arg-type]
+    assert progress.progress is None
 
 
 def test_progress_has_no_time_left_before_a_step_that_does_not_compile(capsys):
