@@ -171,11 +171,13 @@ def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | No
             added=training.added,
         )
         run_log.info(loaded.summary())
-        for converter in adaptations(config.adapt):
-            converter.begin(model)
         beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)
+        if config.adapt is not None:
+            run_log.warning("adapt: the frozen weights are random ones; name the model to adapt in init_from")
+    for converter in adaptations(config.adapt):
+        converter.begin(model)
     if training.average is not None:
         training.average.begin()
     return beneath

@@ -72,6 +72,19 @@ def test_adapters_train_and_resume(ranks, finished, tmp_path, size, kind):
         assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
 
 
+def test_adapters_of_random_weights_begin_as_these_and_are_warned_of(finished, tmp_path, capsys):
+    changes = {"init_from": None, "adapt": {"lora": {"rank": 2, "dora": True}}, "train.duration": "1 steps"}
+    settings = settings_of(finished, tmp_path / "run", **changes, **{"checkpoint.interval": "1 steps"})
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "frozen weights are random ones; name the model to adapt in init_from" in " ".join(shown.split())
+    found = runs.read_tensors(checkpoint(tmp_path / "run", 1))
+    name = next(name for name in found if name.startswith("model.") and ".lora.magnitude.whole" in name)
+    norms = found[f"{name.partition('.lora.')[0]}.weight"].norm(dim=1)
+    assert torch.allclose(found[name], norms, atol=0.05) and not torch.allclose(norms, torch.ones(()), atol=0.1)
+
+
 def test_adapters_train_beside_a_base_in_float8_with_recomputation_and_state_on_the_host(ranks, finished, tmp_path):
     changes = {
         "train.precision": "amp_bf16",
