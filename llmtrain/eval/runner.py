@@ -43,6 +43,7 @@ from llmtrain.eval.scoring.scorer import Scorer
 from llmtrain.eval.task import Documents
 from llmtrain.logs import log
 from llmtrain.progress import CountBar
+from llmtrain.schema.adapt import WeightFormat
 
 
 @dataclass
@@ -194,7 +195,7 @@ class ModelEvaluation:
         self.found: FoundModel = ranks.broadcast(
             lambda: find_model(choice.path, choice.backend, choice.ema, choice.adapter)
         )
-        self.weights = choice.weights or settings.weights
+        self.weights: WeightFormat | None = choice.weights or settings.weights
         if self.weights and not self.found.native:
             raise EvalError(
                 f"{self.title}: weights: {self.weights} is for llmtrain's own models; transformers reads this one"

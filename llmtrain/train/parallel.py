@@ -5,6 +5,7 @@ Mixed precision is FSDP2's: fp32 master weights, bf16 copies for computation, fp
 stack it on top of FSDP2's casts. Composer gets fp32, which switches autocast off.
 """
 
+import inspect
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -132,9 +133,9 @@ def checkpoint_activations(
             # Of a rank's part of the weights, as they are before FSDP2 shards them.
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
             kept_products = products if config.type == "selective" else []
-            options["context_fn"] = partial(_selective_contexts, saved_ops | fixed_ops, kept_products)
+            options["context_fn"] = _selective(saved_ops | fixed_ops, kept_products)
         elif fixed_ops:
-            options["context_fn"] = partial(_selective_contexts, fixed_ops, [])
+            options["context_fn"] = _selective(fixed_ops, [])
         model.blocks[i] = checkpoint_wrapper(block, **options)
 
 
@@ -148,6 +149,13 @@ def offload_inputs(model: HybridLM) -> None:
 
 _WEIGHT_OF = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torch.ops.aten._scaled_mm.default: 1}
 """The argument that is a linear layer's weight [d_in, d_out]: without and with a bias, and in float8."""
+
+
+def _selective(saved_ops: set[str], products: Sequence[tuple[tuple[int, ...], bool]]) -> Any:
+    """`_selective_contexts` of these, and by what the compiler finds what an earlier process compiled with it."""
+    contexts: Any = partial(_selective_contexts, saved_ops, products)
+    contexts.cache_hash = repr((inspect.getsource(_selective_contexts), sorted(saved_ops), products))
+    return contexts
 
 
 def _selective_contexts(saved_ops: set[str], products: Sequence[tuple[tuple[int, ...], bool]]):
@@ -182,6 +190,8 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
     # Inductor would lengthen rows of a product to whole lines of memory. Our kernels are handed rows as they are, so that each of
     # them would come with a copy of what the product wrote, at widths such as Zamba2's.
     inductor.comprehensive_padding = False
+    # Else a layer with a torch.autograd.Function is compiled anew by every process. Ours compute from what the graph holds alone.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     mode = "max-autotune-no-cudagraphs" if max_autotune else None
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.

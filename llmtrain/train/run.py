@@ -75,8 +75,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
     with start_phase("process group"):
         device = initialize()
     world = world_from_environment().split(parallel.context, parallel.tensor, parallel.pipeline)
-    if config.train.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports the compiler
-        torch.use_deterministic_algorithms(config.train.deterministic)
+    torch.use_deterministic_algorithms(config.train.deterministic)
     require_shared(folder, world)
     with start_phase("search for checkpoints"):
         resumed = newest_checkpoint(folder / "checkpoints", verify=verify, warn=run_log.warning, verified=verified)

@@ -166,15 +166,9 @@ def move_aside(lock: RunLock) -> None:
 
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
-    import torch
-
     silence_warnings()
     _open_gpu(world_from_environment().local_rank)
     with handlers_kept(), import_phase("imports of Composer, StreamingDataset and what they need"):
-        if not torch.cuda.is_available() and not config.train.compiles("cpu"):
-            from llmtrain.train.absent_dynamo import defer_dynamo
-
-            defer_dynamo()
         import_composer()
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train

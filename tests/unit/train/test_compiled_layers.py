@@ -1,14 +1,17 @@
 """What compile_layers asks of the compiler."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from llmtrain.train.parallel import compile_layers
+from llmtrain.train.parallel import _selective, compile_layers
 
 WIDTH = 1100  # rows of 4,400 bytes, no whole lines of memory
 
@@ -30,6 +33,41 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return read_rows(self.proj(x))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(self.linear(x).sin())
+
+
+@pytest.mark.parametrize("contexts", [None, _selective({"aten.sin.default"}, [((8, 8), True)])])
+def test_a_later_process_takes_what_was_compiled(contexts, tmp_path):
+    """Of a layer with a torch.autograd.Function, and of one that recomputes some of what it needs."""
+    counted = counters["aot_autograd"]
+    with fresh_cache(dir=str(tmp_path)):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counted.clear()
+            layer = Product()
+            if contexts is not None:
+                layer = checkpoint_wrapper(layer, context_fn=contexts)
+            compile_layers(cast("Any", SimpleNamespace(config=SimpleNamespace(blocks={"layer": None}), blocks=[layer])))
+            layer.forward(torch.ones(2, 8)).sum().backward()
+    assert counted["autograd_cache_hit"] == 1, counted
 
 
 def test_an_operator_reads_what_a_product_wrote():
