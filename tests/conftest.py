@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,8 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
     they come first, and no worker is left with one at the end."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup`: what tests start would ignore it too
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -54,6 +54,7 @@ class Product(nn.Module):
         return Doubled.apply(self.linear(x).sin())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("contexts", [None, _selective({"aten.sin.default"}, [((8, 8), True)])])
 def test_a_later_process_takes_what_was_compiled(contexts, tmp_path):
     """Of a layer with a torch.autograd.Function, and of one that recomputes some of what it needs."""
