@@ -87,7 +87,7 @@ def _add_kernels(commands) -> None:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="attention, rotary, norm, ssd, gated_delta, kimi_delta, conv1d, gated_norm, mixer, experts",
+        help="attention, rotary, norm, ssd, gated_delta, kimi_delta, mamba3, conv1d, gated_norm, mixer, experts",
     )
     sub.add_argument("--seq-len", nargs="+", type=int, metavar="T", help="these lengths only")
     sub.add_argument("--match", metavar="TEXT", help="cells whose name contains this")

@@ -152,7 +152,7 @@ _WEIGHT_OF = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, tor
 
 
 def _selective(saved_ops: set[str], products: Sequence[tuple[tuple[int, ...], bool]]) -> Any:
-    """`_selective_contexts` of these, and by what the compiler finds what an earlier process compiled with it."""
+    """`_selective_contexts` of these, with the key by which the compiler finds what an earlier process compiled."""
     contexts: Any = partial(_selective_contexts, saved_ops, products)
     contexts.cache_hash = repr((inspect.getsource(_selective_contexts), sorted(saved_ops), products))
     return contexts
@@ -190,7 +190,7 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
     # Inductor would lengthen rows of a product to whole lines of memory. Our kernels are handed rows as they are, so that each of
     # them would come with a copy of what the product wrote, at widths such as Zamba2's.
     inductor.comprehensive_padding = False
-    # Else a layer with a torch.autograd.Function is compiled anew by every process. Ours compute from what the graph holds alone.
+    # Otherwise every process compiles layers with a torch.autograd.Function anew. What ours compute depends on the graph alone.
     functorch.autograd_cache_allow_custom_autograd_functions = True
     mode = "max-autotune-no-cudagraphs" if max_autotune else None
     for block in model.blocks:
