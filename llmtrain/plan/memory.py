@@ -104,15 +104,17 @@ class ParameterSizes:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Spans of layers, first .. last - 1 each, of a model. shares: of the FLOPs of its training."""
+    """Spans of layers, first .. last - 1 each, of a model. forward, backward: shares of the FLOPs of its training that such passes
+    have."""
 
     spans: tuple[LayerRange, ...]
-    shares: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
     sizes: ParameterSizes
 
     @property
     def share(self) -> float:
-        return sum(self.shares)
+        return sum(self.forward + self.backward)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from llmtrain.models.parameters import parameter_info
 from llmtrain.models.sections.float8 import Float8Config
 from llmtrain.models.tensor_parallel import TensorRanks
 from llmtrain.plan.memory import ParameterSizes, StageSizes
-from llmtrain.plan.stages import stage_costs, stage_spans
+from llmtrain.plan.stages import layer_costs, stage_spans
 from llmtrain.schema.config import Config
 from llmtrain.schema.optimizers import OptimizerConfig
 from llmtrain.schema.parameter_groups import ParameterSettings, parameter_settings
@@ -180,17 +180,18 @@ def parameter_sizes(config: Config) -> ParameterSizes:
     (train.parallel.tensor), those of one rank."""
     model, parallel, seq_len = meta_model(config.model), config.train.parallel, config.data.seq_len
     spans_of = stage_spans(model, seq_len, parallel.pipeline, parallel.virtual_stages)
-    costs = stage_costs(model, seq_len)
+    costs = layer_costs(model, seq_len, chunked_loss=config.train.loss.type != "plain")
     if parallel.tensor > 1:
         model.split(TensorRanks(0, parallel.tensor))
     model = adapted(model, config.adapt)
     whole = _sizes(model, config)
     if len(spans_of) == 1:
         return whole
+    total = sum(map(sum, costs))
     stages = [
         StageSizes(
             tuple(spans),
-            tuple(sum(costs[first:last]) / sum(costs) for first, last in spans),
+            *(tuple(sum(cost[n] for cost in costs[first:last]) / total for first, last in spans) for n in range(2)),
             _sizes(model.stage(*spans), config),
         )
         for spans in spans_of

@@ -13,10 +13,10 @@ assumption, and nothing beyond one node has been measured.
 
 GPUs that share sequences or layers (train.parallel) share a microbatch's work evenly, and exchange what plan/memory.py counts,
 inside a node where all of them are, beside what FSDP2 moves of each one's part. That costs as if nothing of it were hidden: with
-train.parallel.async_tensor less. Of N stages of a pipeline with n microbatches each waits (N - 1) / n of the time of its work for
-others, with V virtual stages a V-th of it, and all for the one that has the most FLOPs; a stage hands activations on, and gets
-their gradients, V times for every microbatch, over the network where stages are on nodes of their own. None of these predictions
-has been compared with a measurement.
+train.parallel.async_tensor less. The stages of a pipeline are followed pass by pass (schedule.py), each as long as its share of the
+FLOPs: of N equal ones with n microbatches each waits (N - 1) / n of the time of its work for others, with V virtual stages a V-th
+of it; of unequal ones all wait for the longest. Activations and their gradients go over the network where stages are on nodes of
+their own.
 
 WITHOUT_GRAPHS stands for what several GPUs lose that launch no CUDA graphs, where one does: time for FSDP2's copies and the host's
 launches. It is no constant of nature: beyond the communication, two H200s without graphs lost 1.7 % of the step of MPT-1B and 4.6 %
@@ -43,6 +43,7 @@ from llmtrain.plan.memory import (
     shard_ranks,
     stage_bytes,
 )
+from llmtrain.plan.schedule import pass_seconds
 from llmtrain.schema.config import Config
 
 LOCAL_SHARE = 0.55
@@ -134,8 +135,11 @@ def _scale(
     ).config
     compute = tokens / rate
     local, network = exchanged_seconds(config, sizes, place, gpus)
-    exposed = local + max(network - compute, 0.0) + handed_on_seconds(config, place, gpus)
-    bubble = bubble_share(config, sizes, gpus) * compute
+    bubble = (passes_share(config, sizes, gpus) - 1) * compute
+    sent = (
+        passes_share(config, sizes, gpus, handed_on_seconds(config, place, gpus) / compute) * compute - compute - bubble
+    )
+    exposed = local + max(network - compute, 0.0) + sent
     graphs = gpus == 1 or (gpus <= place.per_node and takes_graphs(config, sizes.total, gpus, one_node=True))
     step = compute * (1 if graphs else 1 + WITHOUT_GRAPHS) + bubble + exposed
     needed = estimate_memory(config, sizes, gpus).total
@@ -152,23 +156,25 @@ def _scale(
     )
 
 
-def bubble_share(config: Config, sizes: ParameterSizes, gpus: int) -> float:
-    """Time in which an average stage waits for others, as a share of that of its work."""
+def passes_share(config: Config, sizes: ParameterSizes, gpus: int, handed_on: float = 0.0) -> float:
+    """Time of a step's passes through all stages, as a share of an average stage's work. handed_on: that of sending what one stage
+    hands on to the next of a microbatch, likewise."""
     if not sizes.stages:
-        return 0.0
-    stages, microbatches = len(sizes.stages), config.grad_accum(gpus)
-    slowest = max(share for stage in sizes.stages for share in stage.shares) * stages * len(sizes.stages[0].spans)
-    return slowest * (1 + (stages - 1) / (microbatches * config.train.parallel.virtual_stages)) - 1
+        return 1.0
+    microbatches, virtual = config.grad_accum(gpus), config.train.parallel.virtual_stages
+    scale = len(sizes.stages) / microbatches
+    forward, backward = (
+        [scale * getattr(stage, name)[part] for part in range(virtual) for stage in sizes.stages]
+        for name in ("forward", "backward")
+    )
+    return pass_seconds(forward, backward, virtual, microbatches, handed_on)
 
 
 def handed_on_seconds(config: Config, place: Cluster, gpus: int) -> float:
-    """Seconds of a step in which a stage sends or receives activations and their gradients."""
-    stages = config.train.parallel.pipeline
-    if stages == 1:
-        return 0.0
+    """Seconds in which a stage sends what the next one reads of a microbatch, or gets its gradient."""
     inside = gpus <= place.per_node
     rate = LOCAL_SHARE * place.node_link if inside else NETWORK_SHARE * place.link
-    return 2 * config.train.parallel.virtual_stages * config.grad_accum(gpus) * stage_bytes(config) / rate
+    return stage_bytes(config) / rate if config.train.parallel.pipeline > 1 else 0.0
 
 
 def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpus: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from llmtrain.models.hybrid import HybridLM
 def stage_spans(model: HybridLM, seq_len: int, stages: int, virtual: int = 1) -> list[list[LayerRange]]:
     """Layers of each stage of a whole model: `virtual` spans, of all `stages` * virtual ones every stages-th, whose most expensive
     one costs the least that it can."""
-    spans = divided(stage_costs(model, seq_len), stages * virtual)
+    spans = divided([sum(cost) for cost in layer_costs(model, seq_len)], stages * virtual)
     return [spans[stage::stages] for stage in range(stages)]
 
 
@@ -22,10 +22,17 @@ def untrained(model: HybridLM, spans_of: Sequence[Sequence[LayerRange]]) -> list
     return [stage for stage, part in enumerate(parts) if not any(p.requires_grad for p in part.parameters())]
 
 
-def stage_costs(model: HybridLM, seq_len: int) -> list[int]:
-    """FLOP of training on one sequence, by layer; the last layer's with those of the head."""
-    costs = [block.flops(seq_len, causal=True).total for block in model.layer_blocks()]
-    costs[-1] += model.flops(seq_len, causal=True).total - sum(costs)
+def layer_costs(model: HybridLM, seq_len: int, chunked_loss: bool = True) -> list[tuple[int, int]]:
+    """FLOP of training on one sequence, in the forward and in the backward pass, by layer; the last layer's with those of the head.
+
+    chunked_loss: the head's gradients are computed in the forward pass (models/loss.py).
+    """
+    layers = [block.flops(seq_len, causal=True) for block in model.layer_blocks()]
+    costs = [(flops.forward.total, flops.total - flops.forward.total) for flops in layers]
+    whole = model.flops(seq_len, causal=True)
+    head = whole.total - sum(flops.total for flops in layers)
+    first = head if chunked_loss else whole.forward.total - sum(flops.forward.total for flops in layers)
+    costs[-1] = (costs[-1][0] + first, costs[-1][1] + head - first)
     return costs
 
 

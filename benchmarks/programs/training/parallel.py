@@ -7,8 +7,8 @@
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
 `llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
 kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
-them over all GPUs, with the memory of every rank, and the bubble of a pipeline: what the passes take beyond the time per
-microbatch, which follows from the fewest and the most of them, beside (N - 1) / V of N stages with V virtual ones. scan: a Mamba-2
+them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, and its bubble: the share
+of a batch's time in which a rank, on average, runs none, beside what plan/scaling.py predicts. scan: a Mamba-2
 scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes copied on the rank
 itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU,
 for a try.
@@ -18,15 +18,16 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.harness.arguments import Parser, natural, positive
 from benchmarks.harness.ranks import Training, on_ranks
 from benchmarks.harness.report import Report
 from llmtrain.distributed.world import initialize, world_from_environment
-from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 SCANS = 8  # one behind the other, as the layers of a step
@@ -68,27 +69,73 @@ def main(argv: Sequence[str] | None = None) -> int:
                 steps_of(made, length, args.warmup, args.steps, args.kernels, number)
                 for number in args.microbatches or [None]
             ]
-            for number, figures in zip(
-                args.microbatches or [None], with_bubbles(found, args.microbatches, config), strict=True
-            ):
+            for number, figures in zip(args.microbatches or [None], found, strict=True):
                 name = f"{length:,} tokens" if number is None else f"{number} microbatches of {length:,} tokens"
                 report.add(name, **figures)
     print(json.dumps({"rows": report.rows}), flush=True)
     return 0
 
 
-def with_bubbles(rows: list[dict[str, Any]], numbers: list[int], config: Config) -> list[dict[str, Any]]:
-    """Rows of so many microbatches each with the share of the passes in which a stage waits, measured and by the schedule."""
-    parallel = config.train.parallel
-    if parallel.pipeline == 1 or len(numbers) < 2:
-        return rows
-    passes = [row["passes_s"] for row in rows]
-    each = (passes[-1] - passes[0]) / (numbers[-1] - numbers[0])
-    idle = (parallel.pipeline - 1) / parallel.virtual_stages
-    return [
-        row | {"bubble_percent": 100 * (1 - n * each / took), "bubble_expected_percent": 100 * idle / (n + idle)}
-        for row, n, took in zip(rows, numbers, passes, strict=True)
-    ]
+class PassTimes:
+    """Milliseconds of every pass of this rank's stage between two moments, by the GPU's clock where there is one."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from llmtrain.train.pipeline.schedule import _Stage
+
+        self.gpu, self.times = torch.cuda.is_available(), dict[str, list[tuple[Any, Any]]]()
+        self.patches = [
+            patch.object(_Stage, name, self._timed(getattr(_Stage, name), kind))
+            for name, kind in (("forward_one_chunk", "forward"), ("backward_one_chunk", "backward"))
+        ]
+
+    def now(self) -> Any:
+        import torch
+
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def of(self, run: Callable[[], object]) -> dict[str, Any]:
+        """Share of the time of `run` in which the average rank is in no pass, and medians of each part's. Every rank calls this."""
+        import torch.distributed as dist
+
+        from benchmarks.harness.models import clock
+
+        self.times.clear()
+        dist.barrier()
+        clock()
+        with ExitStack() as stack:
+            for one in self.patches:
+                stack.enter_context(one)
+            began = self.now()
+            run()
+            ended = self.now()
+        clock()
+        passes = {name: [self._between(*one) for one in some] for name, some in self.times.items()}
+        waits = 1 - sum(map(sum, passes.values())) / self._between(began, ended)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (waits, {name: statistics.median(some) for name, some in passes.items()}))
+        return {
+            "bubble_percent": 100 * statistics.mean(waits for waits, _ in found),
+            "waits_percent": [100 * waits for waits, _ in found],
+            "passes_ms": {name: ms for _, some in found for name, ms in some.items()},
+        }
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) if self.gpu else 1e3 * (ended - began)
+
+    def _timed(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            began = self.now()
+            found = method(stage, *args, **kwargs)
+            self.times.setdefault(f"{kind} {stage.stage_index}", []).append((began, self.now()))
+            return found
+
+        return run
 
 
 def steps_of(
@@ -103,6 +150,7 @@ def steps_of(
     from llmtrain.models.hybrid import HybridLM
     from llmtrain.plan.memory import estimate_memory, stage_memories
     from llmtrain.plan.parameters import parameter_sizes
+    from llmtrain.plan.scaling import passes_share
     from llmtrain.train.callbacks.throughput import token_cost
 
     config, per_group = made.config, (microbatches or made.world.data_size) // made.world.data_size
@@ -150,6 +198,10 @@ def steps_of(
             "sharding": config.train.sharding.model_dump(mode="json"),
         }
     )
+    if of_stages and sizes.stages:
+        expected = 100 * (1 - 1 / passes_share(of_length, sizes, made.world.size))
+        of_stages |= PassTimes().of(lambda: made.accumulate(ids)) | {"bubble_expected_percent": expected}
+        made.update()
     return of_stages | {
         "step_s": statistics.median(seconds),
         "tokens_per_s": per_gpu,
@@ -193,8 +245,6 @@ def attention_backends(model: Any) -> set[str]:
 
 def scan(tokens: int, warmup: int, count: int) -> dict[str, Any]:
     """Seconds of a scan of Zamba2-2.7B's shape that all ranks share, with and without communication. Every rank calls this."""
-    from unittest.mock import patch
-
     import torch
     import torch.distributed as dist
 

@@ -14,7 +14,7 @@ from llmtrain.flops.peaks import device_by_short_name
 from llmtrain.plan.describe import describe
 from llmtrain.plan.memory import estimate_memory, stage_bytes, stage_memories, under_way
 from llmtrain.plan.parameters import parameter_sizes
-from llmtrain.plan.scaling import bubble_share, cluster, handed_on_seconds, predicted
+from llmtrain.plan.scaling import cluster, handed_on_seconds, passes_share, predicted
 from llmtrain.plan.stages import divided, stage_spans
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
@@ -107,20 +107,29 @@ def test_what_a_stage_hands_on_is_hidden_states_and_embeddings_of_shared_blocks(
     assert stage_bytes(of) == 2 * 2 * of.model.d_model * of.data.seq_len
 
 
-def test_a_bubble_shrinks_with_the_microbatches():
-    of = config("llama3-8b", 4, "train.global_batch_size=64")
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_a_bubble_shrinks_with_the_microbatches_and_the_virtual_stages(virtual: int):
+    of = config("llama3-8b", 4, "train.global_batch_size=64", f"train.parallel.virtual_stages={virtual}")
     sizes = parameter_sizes(of)
-    sizes = replace(sizes, stages=tuple(replace(stage, shares=(0.25,)) for stage in sizes.stages))
-    assert bubble_share(of, sizes, 4) == pytest.approx(3 / 64)
-    assert bubble_share(of, sizes, 32) == pytest.approx(3 / 8)
-    of = config("llama3-8b", 4, "train.global_batch_size=64", "train.parallel.virtual_stages=4")
-    in_turn = parameter_sizes(of)
-    in_turn = replace(in_turn, stages=tuple(replace(stage, shares=(0.25 / 4,) * 4) for stage in in_turn.stages))
-    assert bubble_share(of, in_turn, 4) == pytest.approx(3 / 64 / 4)
-    assert handed_on_seconds(of, PLACE, 4) == 4 * handed_on_seconds(
-        config("llama3-8b", 4, "train.global_batch_size=64"), PLACE, 4
-    )
-    assert bubble_share(config("llama3-8b", 1), parameter_sizes(config("llama3-8b", 1)), 8) == 0
+    even = {"forward": (1 / 12 / virtual,) * virtual, "backward": (1 / 6 / virtual,) * virtual}
+    sizes = replace(sizes, stages=tuple(replace(stage, **even) for stage in sizes.stages))
+    assert passes_share(of, sizes, 4) == pytest.approx(1 + 3 / 64 / virtual)
+    assert passes_share(of, sizes, 32) == pytest.approx(1 + 3 / 8 / virtual)
+
+
+def test_there_is_no_bubble_without_stages():
+    of = config("llama3-8b", 1)
+    assert passes_share(of, parameter_sizes(of), 8) == 1 and handed_on_seconds(of, PLACE, 8) == 0
+
+
+def test_the_head_s_gradients_are_in_the_forward_pass_of_the_last_stage_with_a_chunked_loss():
+    chunked, plain = (parameter_sizes(config("llama3-8b", 2, f"train.loss.type={kind}")) for kind in ("auto", "plain"))
+    for sizes in (chunked, plain):
+        assert sum(stage.share for stage in sizes.stages) == pytest.approx(1)
+        assert sizes.stages[0].backward[0] == pytest.approx(2 * sizes.stages[0].forward[0])
+    assert plain.stages[1].backward[0] == pytest.approx(2 * plain.stages[1].forward[0])
+    assert chunked.stages[1].forward[0] > 1.2 * plain.stages[1].forward[0]
+    assert chunked.stages[1].share == pytest.approx(plain.stages[1].share)
 
 
 def test_stages_pay_over_slow_links_alone():
