@@ -191,8 +191,9 @@ def parameter_sizes(config: Config) -> ParameterSizes:
     stages = [
         StageSizes(
             tuple(spans),
-            *(tuple(sum(cost[n] for cost in costs[first:last]) / total for first, last in spans) for n in range(2)),
-            _sizes(model.stage(*spans), config),
+            forward=tuple(sum(cost[0] for cost in costs[first:last]) / total for first, last in spans),
+            backward=tuple(sum(cost[1] for cost in costs[first:last]) / total for first, last in spans),
+            sizes=_sizes(model.stage(*spans), config),
         )
         for spans in spans_of
     ]
