@@ -5,19 +5,23 @@ storage is our own, as of 4-bit weights (adapt/nf4.py): torchao's tensors have t
 activations' dtype, and its extra would have to be installed for inference.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.adapt.nf4 import NF4Linear, StoredLinear, linear_layers, store
 from llmtrain.errors import UserError
-from llmtrain.kernels.platform import Platform, float8_format
+from llmtrain.kernels.platform import Platform, float8_format, float8_refusal
+from llmtrain.kernels.weight_only import reference
 from llmtrain.logs import log
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.parameters import parameter_info
 from llmtrain.schema.adapt import WeightFormat
+
+MAX_ROWS = 64
+"""Rows of activations beyond which widening the weights is the smaller part of a product."""
 
 
 class Codes(NamedTuple):
@@ -43,9 +47,11 @@ def encoded(weight: Tensor, kind: torch.dtype) -> Codes:
 
 
 class EightBitLinear(StoredLinear):
-    """A linear layer whose weight is `stored` in 8 bits, for inference."""
+    """A linear layer whose weight is `stored` in 8 bits, for inference. few_rows: computes products of up to
+    MAX_ROWS rows."""
 
     stored: Codes
+    few_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -54,9 +60,8 @@ class EightBitLinear(StoredLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         codes, scales, _ = self.stored
-        if x.dtype == torch.float16:  # sums of codes would leave its range
-            return F.linear(x, self.weight)
-        return (F.linear(x, codes.to(x.dtype)) * scales).to(x.dtype)
+        few = self.few_rows is not None and x.shape[:-1].numel() <= MAX_ROWS
+        return (self.few_rows if few else reference.weight_only_linear)(x, codes, scales)  # type: ignore[misc]
 
 
 @torch.no_grad()
@@ -70,6 +75,9 @@ def store_in_8_bits(model: HybridLM, kind: WeightFormat, platform: Platform) -> 
         raise UserError(
             f"--weights {kind}: the model's weights are in 4 bits already (adapt.base: nf4); leave --weights out"
         )
+    few_rows = None
+    if platform.vendor != "cpu" and (kind == "int8" or float8_refusal(platform) is None):
+        from llmtrain.kernels.weight_only.triton import weight_only_linear as few_rows
     info, before, after = parameter_info(model), 0, 0
     rest = sum(one.nbytes for one in model.parameters())
     for linear in list(linear_layers(model)):
@@ -80,6 +88,7 @@ def store_in_8_bits(model: HybridLM, kind: WeightFormat, platform: Platform) -> 
             raise UserError(f"--weights {kind}: a weight of shape {list(weight.shape)} is not finite")
         stored = encoded(weight, torch.int8 if kind == "int8" else getattr(torch, float8_format(platform)))
         store(linear, EightBitLinear, stored)
+        linear.__dict__["few_rows"] = few_rows
         before, after = before + weight.nbytes, after + stored.nbytes
     rest -= before
     mib = 2**20

@@ -35,6 +35,7 @@ from tests.support.live_bytes import launches, peak_mib
 
 def test_the_interpreted_kernels_agree_with_the_reference():
     parts = ("conv1d", "documents", "experts", "float8_cast", "gated_norm", "glu", "mixer", "norm", "rotary", "tuning")
+    parts = (*parts, "weight_only")
     run_interpreted("accumulate", *parts)
 
 
