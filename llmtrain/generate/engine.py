@@ -3,6 +3,9 @@
 A step reads some of the prompts that wait and one token of every request that is being answered. Prompts shorter than a piece are
 read together, padded; others alone, in pieces whose borders depend on the prompt alone. Tokens of all rows are read in one pass.
 What a request can see of the others is rounding; with `deterministic` each row has passes of its own, and sees nothing.
+
+On a GPU the tokens drawn in a step are read on at once, before the host has seen them, so that the GPU does not wait for the host.
+A row that has ended meanwhile is dropped, and what was read of it with it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from llmtrain.errors import UserError
 from llmtrain.generate.decoding import prefill
 from llmtrain.generate.options import Sampling
 from llmtrain.generate.prefixes import PrefixCache
-from llmtrain.generate.sampling import Draws, sample
+from llmtrain.generate.sampling import Draws, on_device, sample
 from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
@@ -87,7 +90,8 @@ class Engine:
     answered; default one piece. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values and states take
     rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits; short prompts that are read together
     take up to PROMPTS_TOGETHER rows of max(piece, TOGETHER) slots in all beside them.
-    Raises UserError when the model's learned positions end before max_len.
+    ahead: read tokens on before the host has seen them; default on a GPU. Raises UserError when the model's learned positions end
+    before max_len.
     """
 
     def __init__(
@@ -100,10 +104,12 @@ class Engine:
         prompt_tokens: int | None = None,
         prefix_bytes: int = 0,
         deterministic: bool = False,
+        ahead: bool | None = None,
     ):
         self.model, self.rows, self.max_len, self.piece = model, rows, max_len, piece
         self.prompt_tokens = prompt_tokens or piece
         self.deterministic = deterministic
+        self.ahead = not deterministic and (model.device.type == "cuda" if ahead is None else ahead)
         self.slots: Slots = (SeparateSlots if deterministic else SharedSlots)(model, rows, max_len)
         self.prefixes = PrefixCache(prefix_bytes, piece) if prefix_bytes else None
         self.waiting: deque[Request] = deque()
@@ -111,6 +117,8 @@ class Engine:
         self._reading: tuple[_Active, Cache] | None = None
         self._held: tuple[dict[tuple[int, ...], int], Tensor, Cache] | None = None
         """Rows of prompts that a cache still holds, with the logits after each: the requests of a group have theirs in common."""
+        self._pending: tuple[dict[_Active, int], Tensor] | None = None
+        """Rows whose last tokens were read ahead, with their places in the logits after them."""
         self.prompt_tokens_read = self.tokens_drawn = 0
 
     @property
@@ -160,10 +168,25 @@ class Engine:
         self._drop_cancelled()
         self._read_prompts()
         if self.live:
-            logits = self.slots.step([active.request.tokens[-1].id for active in self.live])
-            ended = self._draw(self.live, logits)
-            for row in sorted(ended, reverse=True):
-                self._leave(row)
+            places, logits = self._next_logits()
+            rows = [self.live[at] for at in places]
+            whole = len(rows) == len(self.live)
+            ahead = whole and any(len(row.request.tokens) + 1 < row.request.max_new_tokens for row in rows)
+            ended = self._draw(rows, logits, self.ahead and ahead)
+            for at in sorted((places[one] for one in ended), reverse=True):
+                self._leave(at)
+
+    def _next_logits(self) -> tuple[list[int], Tensor]:
+        """Numbers of the rows that draw in this step, all of them or those that were read ahead, and the logits of each."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            before, logits = pending
+            places = [at for at, row in enumerate(self.live) if row in before]
+            of = [before[self.live[at]] for at in places]
+            if of:
+                return places, logits if of == list(range(len(before))) else logits[on_device(of, logits.device)]
+        tokens = [active.request.tokens[-1].id for active in self.live]
+        return list(range(len(tokens))), self.slots.step(tokens)
 
     def cancel_all(self) -> None:
         """End every request, those that wait too."""
@@ -296,13 +319,15 @@ class Engine:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return self.model.next_logits(torch.tensor([list(ids)], device=self.model.device), cache)
 
-    def _draw(self, rows: Sequence[_Active], logits: Tensor) -> list[int]:
-        """Draw a token for each row. Returns the numbers of the rows that ended."""
+    def _draw(self, rows: Sequence[_Active], logits: Tensor, ahead: bool = False) -> list[int]:
+        """Draw a token for each row, and read all on if so. Returns the numbers of the rows that ended."""
         if self.deterministic:
-            parts = [_drawn(logits[at : at + 1], [row]) for at, row in enumerate(rows)]
-            drawn = [one for part in parts for one in part]
+            drawn = [one for at, row in enumerate(rows) for one in _Drawn(logits[at : at + 1], [row]).on_host()]
         else:
-            drawn = _drawn(logits, rows)
+            made = _Drawn(logits, rows)
+            if ahead:
+                self._pending = {row: at for at, row in enumerate(rows)}, self.slots.step(made.tokens)
+            drawn = made.on_host()
         ended = []
         for at, (row, (token, likelihood, top)) in enumerate(zip(rows, drawn, strict=True)):
             request = row.request
@@ -324,19 +349,31 @@ class Engine:
         return ended
 
 
-def _drawn(logits: Tensor, rows: Sequence[_Active]) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """(token, its log-likelihood, the likeliest tokens with theirs) of each row. logits: [n, vocab_size]."""
-    logits = logits.float()
-    tokens = sample(logits, [row.draws for row in rows])
-    likelihoods = logits.log_softmax(dim=-1)
-    chosen = likelihoods.gather(1, tokens[:, None])[:, 0]
-    most = min(max(row.request.top for row in rows), logits.shape[1])
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
-    if most:
-        best = likelihoods.topk(most, dim=-1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        tops = [
-            tuple(zip(ids[: row.request.top], values[: row.request.top], strict=True))
-            for row, (ids, values) in zip(rows, pairs, strict=True)
-        ]
-    return list(zip(tokens.tolist(), chosen.tolist(), tops, strict=True))
+class _Drawn:
+    """A token for each row, drawn from logits [n, vocab_size], on its way to the host. tokens: [n], on the device."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[_Active]):
+        logits = logits.float()
+        self.rows, self.tokens = rows, sample(logits, [row.draws for row in rows])
+        likelihoods = logits.log_softmax(dim=-1)
+        columns = self.tokens[:, None]
+        parts = [columns, likelihoods.gather(1, columns)]
+        self.most = min(max(row.request.top for row in rows), logits.shape[1])
+        if self.most:
+            best = likelihoods.topk(self.most, dim=-1)
+            parts += [best.indices, best.values]
+        # In one copy, which the host need not wait for yet; fp64 holds ids and likelihoods as they are.
+        self.copy = torch.cat([part.double() for part in parts], dim=1).to("cpu", non_blocking=True)
+        self.copied = torch.cuda.Event() if logits.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+
+    def on_host(self) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+        """(token, its log-likelihood, the likeliest tokens with theirs) of each row."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found = []
+        for row, (token, likelihood, *best) in zip(self.rows, self.copy.tolist(), strict=True):
+            top = zip(map(int, best[: self.most]), best[self.most :], strict=True)
+            found.append((int(token), likelihood, tuple(top)[: row.request.top]))
+        return found

@@ -107,16 +107,27 @@ def sample(logits: Tensor, rows: Sequence[Draws]) -> Tensor:
     groups: dict[Sampling, list[int]] = {}
     for at, row in enumerate(rows):
         groups.setdefault(replace(row.options, seed=0), []).append(at)
+    if len(groups) == 1:
+        return _sample(logits, rows)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for options, places in groups.items():
-        index = torch.tensor(places, device=logits.device)
-        of_group = logits[index] if len(groups) > 1 else logits
-        if options.repetition_penalty != 1:
-            seen = torch.stack([seen for at in places if (seen := rows[at].seen) is not None]).to(logits.device)
-            of_group = apply_repetition_penalty(of_group, seen, options.repetition_penalty)
-        if options.temperature == 0:
-            tokens[index] = of_group.argmax(dim=-1)
-        else:
-            uniform = torch.stack([rows[at].uniform[rows[at].taken] for at in places]).to(logits.device)
-            tokens[index] = sample_inverse_cdf(probabilities(of_group, options), uniform)
+    for places in groups.values():
+        index = on_device(places, logits.device)
+        tokens[index] = _sample(logits[index], [rows[at] for at in places])
     return tokens
+
+
+def _sample(logits: Tensor, rows: Sequence[Draws]) -> Tensor:
+    """`sample` of rows whose options differ in their seeds alone."""
+    options, device = rows[0].options, logits.device
+    if options.repetition_penalty != 1:
+        seen = torch.stack([row.seen for row in rows if row.seen is not None]).to(device, non_blocking=True)
+        logits = apply_repetition_penalty(logits, seen, options.repetition_penalty)
+    if options.temperature == 0:
+        return logits.argmax(dim=-1)
+    uniform = torch.stack([row.uniform[row.taken] for row in rows]).to(device, non_blocking=True)
+    return sample_inverse_cdf(probabilities(logits, options), uniform)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor of integers. Unlike torch.tensor(…, device=…), it does not wait for what the device was given before."""
+    return torch.tensor(numbers).to(device, non_blocking=True)

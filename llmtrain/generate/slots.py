@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.generate.decoding import DecodeStep
+from llmtrain.generate.sampling import on_device
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
 
@@ -35,8 +37,8 @@ class Slots(Protocol):
 
     def leave(self, row: int) -> None: ...
 
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """Read one token per live row -> logits [n, vocab_size]."""
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Read one token per live row -> logits [n, vocab_size], until the next step."""
         ...
 
     @property
@@ -85,7 +87,7 @@ class SharedSlots:
             self._set_first(row, self.first[last])
         self.first.pop()
 
-    def step(self, tokens: Sequence[int]) -> Tensor:
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         cache, live = self.cache, len(tokens)
         assert live == len(self.first), "one token for each row"
         if cache.length == cache.capacity:
@@ -99,7 +101,8 @@ class SharedSlots:
             self.steps[size] = DecodeStep(self.model, view, steps=cache.capacity)
         step = self.steps[size]
         step.cache.length = cache.length
-        ids = torch.tensor([*tokens, *[0] * (size - live)], device=self.model.device)
+        given = tokens if isinstance(tokens, Tensor) else on_device(tokens, self.model.device)
+        ids = F.pad(given, (0, size - live))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = step(ids)[:live]
         cache.length += 1
@@ -152,10 +155,9 @@ class SeparateSlots:
         if row < len(self.live):
             self.live[row] = last
 
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        device = self.model.device
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        ids = (tokens if isinstance(tokens, Tensor) else on_device(tokens, self.model.device))[:, None, None]
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            ids = (torch.tensor([[token]], device=device) for token in tokens)
             return torch.cat([self.model.next_logits(*one) for one in zip(ids, self.live, strict=True)])
 
     @property

@@ -20,6 +20,17 @@ class Piece:
     end: str | None = None
 
 
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """One piece for each choice that has some: what has come while the last ones were being sent is sent together."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        before = found.get(piece.choice)
+        if before is not None:
+            piece = Piece(piece.choice, before.text + piece.text, before.tokens + piece.tokens, piece.end)
+        found[piece.choice] = piece
+    return list(found.values())
+
+
 @dataclass(eq=False)
 class Answer:
     """One choice of a response. put: takes its pieces, in the engine's thread."""

@@ -21,7 +21,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.generate.engine import Engine, Request
 from llmtrain.logs import log
-from llmtrain.serve.answers import Answer, ChatForm, CompletionForm, Form, Piece, usage
+from llmtrain.serve.answers import Answer, ChatForm, CompletionForm, Form, Piece, merged, usage
 from llmtrain.serve.metrics import exposition
 from llmtrain.serve.protocol import Body, ChatBody, CompletionBody, read_body
 from llmtrain.serve.worker import Counts, Worker
@@ -70,10 +70,11 @@ class Server:
         self.tokenizer, self.name, self.no_template = tokenizer, name, no_template
         self.prompts = None if template is None else ChatPrompts(tokenizer, template)
         self.key, self.limits, self.counts, self.created = key, limits, Counts(), int(time.time())
-        self.worker = Worker(engine, self._failed)
+        self.worker = Worker(engine, self._failed, self._send)
         self.answering = 0
         self.draining = False
         self._put: dict[Request, Callable[[], None]] = {}  # what ends an answer with an error
+        self._made: list[tuple[asyncio.Queue[Piece], Piece]] = []  # in the engine's thread, in its present step
         self.app = web.Application(client_max_size=limits.body, middlewares=[self._errors, self._authorize])
         self.app.add_routes(
             [
@@ -229,13 +230,12 @@ class Server:
         self, body: Body, prompts: Sequence[list[int]], new: int, pieces: asyncio.Queue[Piece]
     ) -> list[Request]:
         """Requests of a body, those of one prompt one behind the other. Raises UserError before any is submitted."""
-        loop, seed = self.loop, secrets.randbelow(2**40)  # where the body has none
+        seed = secrets.randbelow(2**40)  # where the body has none
         ends = frozenset() if body.ignore_eos else frozenset(self.tokenizer.end_ids)
         found = []
 
         def put(piece: Piece) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            self._made.append((pieces, piece))
 
         for prompt in prompts:
             for number in range(body.n):
@@ -248,6 +248,12 @@ class Server:
             self._put[request] = partial(put, Piece(choice, "", end="error"))
         return found
 
+    def _send(self) -> None:
+        """Hand a step's pieces to the event loop at once: each hand-over wakes it, and takes longer than a token."""
+        made, self._made = self._made, []
+        if made and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_deliver, made)
+
     def _failed(self, request: Request) -> None:
         if put := self._put.get(request):
             put()
@@ -256,21 +262,24 @@ class Server:
         """Pieces of all choices until each has ended. ends: takes the choices' ends. Raises RunError where the first takes too
         long, or the engine fails."""
         try:
-            piece = await asyncio.wait_for(pieces.get(), self.limits.wait_seconds)
+            came = [await asyncio.wait_for(pieces.get(), self.limits.wait_seconds)]
         except TimeoutError:
             raise RunError(f"no token came within {self.limits.wait_seconds:g} s; too many requests wait") from None
         self.counts.first_token.add(time.perf_counter() - began)
         left = len(ends)
         while True:
-            if piece.end is not None:
-                ends[piece.choice] = piece.end
-                left -= 1
-            if piece.end == "error":
-                raise RunError("the engine failed or was ended before the answer was complete")
-            yield piece
+            while not pieces.empty():
+                came.append(pieces.get_nowait())
+            for piece in merged(came):
+                if piece.end is not None:
+                    ends[piece.choice] = piece.end
+                    left -= 1
+                if piece.end == "error":
+                    raise RunError("the engine failed or was ended before the answer was complete")
+                yield piece
             if not left:
                 return
-            piece = await pieces.get()
+            came = [await pieces.get()]
 
     async def _whole(
         self, form: Form, head: dict[str, Any], requests: Sequence[Request], first: Piece, rest: AsyncIterator[Piece]
@@ -325,3 +334,8 @@ class Server:
                 await send("[DONE]")
             await response.write_eof()
         return response
+
+
+def _deliver(made: Sequence[tuple[asyncio.Queue[Piece], Piece]]) -> None:
+    for pieces, piece in made:
+        pieces.put_nowait(piece)

@@ -39,12 +39,12 @@ class Counts:
 class Worker(threading.Thread):
     """Runs the engine's steps until `stop`. A step that fails ends all requests, and the engine: `failure` is why.
 
-    failed: called in this thread for each request that ends so.
+    failed: called in this thread for each request that ends so. stepped: called there after each step, and at the end.
     """
 
-    def __init__(self, engine: Engine, failed: Callable[[Request], None]):
+    def __init__(self, engine: Engine, failed: Callable[[Request], None], stepped: Callable[[], None]):
         super().__init__(name="engine", daemon=True)
-        self.engine, self.failed = engine, failed
+        self.engine, self.failed, self.stepped = engine, failed, stepped
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._stopping = self._closed = False
@@ -75,6 +75,7 @@ class Worker(threading.Thread):
                 continue
             try:
                 self.engine.step()
+                self.stepped()
             except Exception as error:
                 self.failure = error
                 log.exception("the engine failed; this server answers no further requests")
@@ -99,3 +100,4 @@ class Worker(threading.Thread):
         for request in left:
             request.end = "cancelled"
             self.failed(request)
+        self.stepped()

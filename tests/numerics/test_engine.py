@@ -105,7 +105,9 @@ def test_requests_that_come_and_go_get_what_each_gets_alone(model, monkeypatch):
     move = slots.SharedSlots._move
     monkeypatch.setattr(slots.SharedSlots, "_move", lambda self, by: (moves.append(by), move(self, by)))
     expected = [alone(model, request) for request in made(8, seed=4, ends=frozenset())]
-    assert answered(model, made(8, seed=4, ends=frozenset()), rows=3, prompt_tokens=20) == expected
+    for ahead in (False, True):
+        requests = made(8, seed=4, ends=frozenset())
+        assert answered(model, requests, rows=3, prompt_tokens=20, ahead=ahead) == expected
     assert min(moves) < 0 < max(moves)
 
 
