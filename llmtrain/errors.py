@@ -40,7 +40,7 @@ class RunError(RuntimeError):
 
 
 class Preempted(Exception):
-    """The run ended before its time, with a checkpoint at `step`. number: the signal, SIGTERM, SIGINT or SIGHUP."""
+    """The run ended before its time, with a checkpoint at `step`. number: the signal (see saving_signals)."""
 
     status = 128 + signal.SIGTERM
 

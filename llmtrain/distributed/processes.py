@@ -68,10 +68,14 @@ def end_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+_TELLING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A terminal that closed; what SLURM's --signal and submitit send before the time limit."""
+
+
 def saving_signals() -> list[signal.Signals]:
-    """Signals by which a run saves and ends; SIGHUP, of a terminal that closed, where it is not ignored (`nohup`)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+    """Signals by which a run saves and ends: SIGTERM, SIGINT, and of _TELLING those that are not ignored (SIGHUP under `nohup`)."""
+    heard = [number for number in _TELLING if signal.getsignal(number) != signal.SIG_IGN]
+    return [signal.SIGTERM, signal.SIGINT, *heard]
 
 
 def serve_parent(parent: int) -> None:
@@ -79,7 +83,7 @@ def serve_parent(parent: int) -> None:
     once, and the parent, which then saves, still needs this one; so does a terminal with Ctrl-C, or that closes. Call it before
     there are threads. parent: as above."""
     end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, *_TELLING):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,13 +1,13 @@
 """Restarts in place: a run whose ranks died goes on from its newest checkpoint, on the ranks that are left."""
 
-import signal
 from collections.abc import Callable
 
-from llmtrain.errors import Preempted, UserError
+from llmtrain.distributed.processes import saving_signals
+from llmtrain.errors import UserError
 from llmtrain.logs import log
 
-_FINAL = (0, UserError.status, 128 + signal.SIGINT, 128 + signal.SIGHUP, Preempted.status)
-"""Exit statuses that another start would not change: success, a wrong input, Ctrl-C, a closed terminal, SIGTERM."""
+_FINAL = (0, UserError.status, *(128 + number for number in saving_signals()))
+"""Exit statuses that another start would not change: success, a wrong input, and those of signals by which a run saves and ends."""
 
 
 def run_with_restarts(

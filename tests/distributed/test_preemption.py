@@ -23,7 +23,7 @@ def take_steps(signalled_rank: int, at: int, number: int) -> tuple[list[bool], i
     return found, preemption.number
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("signalled_rank", [0, 1])
 def test_the_signal_takes_effect_on_all_ranks_one_step_later(ranks, signalled_rank, number):
     before = signal.getsignal(number)

@@ -24,7 +24,7 @@ _SAME_SIGNAL_SECONDS = 2.0
 
 
 class Preemption:
-    """Records SIGTERM, SIGINT or SIGHUP on this rank, and finds the step after which all ranks save and end.
+    """Records one of `saving_signals` on this rank, and finds the step after which all ranks save and end.
 
     A collective that every step waits for would cost its latency each time. Here each step starts a reduction over a
     group of its own and reads the result of the step before, which has long arrived: the signal takes effect one step

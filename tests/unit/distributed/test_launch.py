@@ -40,6 +40,7 @@ def alive(pid: int) -> bool:
         (signal.SIGTERM, 143),
         (signal.SIGINT, 130),
         (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
     ],
 )

@@ -41,7 +41,7 @@ def restarted(statuses: list[int], most: int, gpus: list[int] | None = None, bat
     return status, starts
 
 
-@pytest.mark.parametrize("status", [0, 2, 130, 143])
+@pytest.mark.parametrize("status", [0, 2, 129, 130, 138, 143])
 def test_success_wrong_input_and_signals_are_final(status):
     assert restarted([status], 3) == (status, [4])
 
