@@ -91,7 +91,8 @@ class CausalLM(nn.Module):
         tokens, softcap = self.loss_function.config.chunk_tokens, self.config.logit_softcap
         if temperature != 1:  # cap tanh(x / cap) / t = (cap / t) tanh((x / t) / (cap / t))
             hidden, softcap = hidden / temperature, softcap and softcap / temperature
-        return label_likelihoods(hidden, head, labels, softcap, tokens, self.hybrid.ranks)
+        wide = self.hybrid.platform.sums_products_in_fp32
+        return label_likelihoods(hidden, head, labels, softcap, tokens, self.hybrid.ranks, wide)
 
     def empty_cache(self, batch: int, capacity: int, longest: int | None = None) -> Cache:
         return Cache(self.hybrid, batch, capacity, longest)

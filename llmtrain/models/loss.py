@@ -11,14 +11,13 @@ sum of exponentials and the label's logit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import LossConfig
@@ -101,21 +100,82 @@ def label_likelihoods(
     softcap: float | None,
     chunk_tokens: int = 8192,
     ranks: TensorRanks | None = None,
+    wide_products: bool = False,
 ) -> Tensor:
     """Log-likelihood of the label of each token in nats, [n], with gradients. Logits are computed again for the backward pass, a
-    chunk at a time. hidden: [n, d_model]; labels: [n]; weight: as PlainLoss."""
+    chunk at a time. hidden: [n, d_model]; labels: [n]; weight, wide_products: as ChunkedLoss."""
+    return _LabelLikelihoods.apply(
+        hidden, weight, labels, softcap, chunk_tokens, ranks, wide_products and hidden.is_cuda
+    )
 
-    def chunk(x: Tensor, label: Tensor) -> Tensor:
-        logits = F.linear(x, weight)
-        logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
-        if ranks is None:
-            return -F.cross_entropy(logits, label, reduction="none")
-        log_z, picked = _log_z_and_picked(logits, label, ranks)
+
+class _LabelLikelihoods(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        softcap: float | None,
+        chunk_tokens: int,
+        ranks: TensorRanks | None,
+        wide_products: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.settings = softcap, chunk_tokens, ranks, wide_products
+        likelihood = _compiled_likelihood() if hidden.is_cuda else _likelihood
+        parts = [
+            likelihood(h @ weight.t(), y, softcap, ranks)[: end - at]
+            for h, y, at, end in _padded_chunks(hidden, labels, chunk_tokens)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, d_likelihood: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, weight, labels), (softcap, chunk_tokens, ranks, wide_products) = ctx.saved_tensors, ctx.settings
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.empty(weight.shape, dtype=d_likelihood.dtype, device=weight.device) if need_weight else None
+        gradient = _compiled_logit_gradient() if hidden.is_cuda else _logit_gradient
+        for h, y, at, end in _padded_chunks(hidden, labels, chunk_tokens):
+            scale = F.pad(-d_likelihood[at:end], (0, len(h) - (end - at)))
+            _, _, d_logits = gradient(h @ weight.t(), y, scale, 0.0, softcap, ranks)
+            if d_hidden is not None:
+                torch.mm(d_logits[: end - at], weight, out=d_hidden[at:end])
+            if d_weight is not None:
+                _sum_product(d_weight, d_logits.t(), h, at == 0, wide_products)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+_LEAST_CHUNK = 256
+
+
+def _padded_chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """(hidden, labels, first token, one after the last) of chunks; on a GPU the last is filled up with tokens without a label, to a
+    power of two: any number of tokens has few shapes, so that nothing is compiled and little memory is allocated anew."""
+    n = len(hidden)
+    for at in range(0, max(n, 1), chunk_tokens):
+        h, y = hidden[at : at + chunk_tokens], labels[at : at + chunk_tokens]
+        end = at + len(h)
+        if hidden.is_cuda and len(h) < chunk_tokens:
+            size = min(max(_LEAST_CHUNK, 1 << (len(h) - 1).bit_length()), chunk_tokens)
+            h, y = F.pad(h, (0, 0, 0, size - len(h))), F.pad(y, (0, size - len(y)), value=IGNORE)
+        yield h, y, at, end
+
+
+def _likelihood(logits: Tensor, labels: Tensor, softcap: float | None, ranks: TensorRanks | None) -> Tensor:
+    """[n, V], or this rank's part of them, labels [n] -> [n]; of tokens without a label anything."""
+    logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    if ranks is not None:
+        log_z, picked = _log_z_and_picked(logits, labels, ranks)
         return picked - log_z
+    return logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
 
-    parts = zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
-    found: list[Tensor] = [checkpoint(chunk, x, label, use_reentrant=False) for x, label in parts]  # type: ignore[misc]
-    return torch.cat(found)
+
+@functools.cache
+def _compiled_likelihood():
+    return torch.compile(_likelihood, dynamic=False)
 
 
 def all_logits(hidden: Tensor, weight: Tensor, ranks: TensorRanks | None = None) -> Tensor:
@@ -273,7 +333,7 @@ def _logit_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Elementwise part of one chunk: summed and scaled ce and z, and d loss / d logits in the logits' dtype.
 
-    logits: [n, V], or this rank's part of them; labels: [n]; scale: 1 / number of labels of the batch.
+    logits: [n, V], or this rank's part of them; labels: [n]; scale: 1 / number of labels of the batch, or [n], of each token.
     With p = softmax(l): d ce / d l = p - onehot(label), d z / d l = 2 * z_loss * logsumexp(l) * p.
     """
     raw = logits.to(scale.dtype)

@@ -19,6 +19,7 @@ from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.objectives.policy.objective import Policy
+from llmtrain.objectives.preference import Preference
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.start import start_phase
@@ -154,6 +155,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                     steps(samples_config.interval) if samples_config else 1,
                     folder,
                     world.is_main,
+                    isinstance(objective, Preference),
                 ),
                 checkpoints.callback(written, config.data, tokenizer_files(config, resumed) if world.is_main else {}),
             ],

@@ -5,7 +5,7 @@ import torch
 
 from llmtrain.kernels import platform
 from llmtrain.models.config import LossConfig
-from llmtrain.models.loss import ChunkedLoss, LossOutput, PlainLoss, build_loss
+from llmtrain.models.loss import ChunkedLoss, LossOutput, PlainLoss, build_loss, label_likelihoods
 
 B, T, D, V = 2, 15, 8, 50
 
@@ -49,6 +49,21 @@ def test_plain_follows_the_definition():
         ce, z, n = ce + log_z - logits[y], z + 0.1 * log_z**2, n + 1
     assert n == out.n_tokens
     torch.testing.assert_close((out.terms, out.loss.detach()), ({"cross_entropy": ce / n, "z": z / n}, (ce + z) / n))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [1000, 30, 7])
+def test_likelihoods_of_labels_and_their_gradients_follow_the_definition(softcap, chunk):
+    hidden, weight, labels = problem(torch.float64, unlabelled=0.0)
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    given = torch.randn(len(labels), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = logits.log_softmax(-1)[torch.arange(len(labels)), labels]
+    found = label_likelihoods(hidden, weight, labels, softcap, chunk)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(*(torch.autograd.grad(one, (hidden, weight), given) for one in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kind", [PlainLoss, ChunkedLoss])

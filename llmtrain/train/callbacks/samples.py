@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.token_samples import TokenSamples
-from llmtrain.data.shards.packing import ENDS, TRAINED
+from llmtrain.data.shards.packing import ENDS, TRAINED, UNDESIRABLE
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import UserError
 from llmtrain.generate.decoding import decode
@@ -33,8 +33,8 @@ class Samples(Callback):
     """Callback that continues prompts and held-out questions before the first step, every `interval` steps and after the last one:
     to the terminal, to RUN/samples.jsonl and to loggers, with the metric `samples/exact_match` of the questions.
 
-    Every rank decodes all of them, as sharded weights take all ranks. writes: true on the rank that writes the file. Raises
-    UserError for prompts that are too long, and where fewer conversations are held out than are asked for.
+    Every rank decodes all of them, as sharded weights take all ranks. writes: true on the rank that writes the file. of_pairs:
+    as of held_out_questions. Raises UserError for prompts that are too long, and where fewer conversations are held out than are asked for.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Samples(Callback):
         interval: int,
         folder: Path,
         writes: bool,
+        of_pairs: bool = False,
     ) -> None:
         self.config, self.model, self.tokenizer, self.interval = config, model, tokenizer, interval
         self.file, self.writes = folder / FILE, writes
@@ -53,7 +54,9 @@ class Samples(Callback):
         room = model.config.max_seq_len - config.max_new_tokens
         if long := next((text for text, one in zip(config.prompts, prompts, strict=True) if len(one.ids) > room), None):
             raise UserError(f"eval.samples.prompts: {long[:40]!r}... leaves no room for {config.max_new_tokens} tokens")
-        questions = list(held_out_questions(data, config.questions, tokenizer, room)) if config.questions else []
+        questions = (
+            list(held_out_questions(data, config.questions, tokenizer, room, of_pairs)) if config.questions else []
+        )
         if len(questions) < config.questions:
             raise UserError(
                 f"eval.samples.questions: {config.questions} are asked for, {len(questions)} conversations of at most {room} "
@@ -113,8 +116,11 @@ class Samples(Callback):
         return found
 
 
-def held_out_questions(data: DataConfig, count: int, tokenizer: TextTokenizer, room: int) -> Iterator[Question]:
-    """The first `count` conversations of the validation data with a question of at most `room` tokens."""
+def held_out_questions(
+    data: DataConfig, count: int, tokenizer: TextTokenizer, room: int, of_pairs: bool = False
+) -> Iterator[Question]:
+    """The first `count` conversations of the validation data with a question of at most `room` tokens. of_pairs: every second one
+    is a rejected or mismatched answer (objectives/preference.py), which counts as little as one that is labelled undesirable."""
     cached = [CachedStream.of(name, stream, data) for name, stream in data.validation_streams().items()]
     if not cached:
         return
@@ -125,9 +131,10 @@ def held_out_questions(data: DataConfig, count: int, tokenizer: TextTokenizer, r
             raise UserError("eval.samples.questions are of conversations; the validation data holds texts")
         borders = np.flatnonzero(sample["flags"] & ENDS) + 1
         parts = zip(np.split(sample["tokens"], borders), np.split(sample["flags"], borders), strict=True)
-        for tokens, flags in parts:
+        for tokens, flags in list(parts)[:: 2 if of_pairs else 1]:
             if (
                 count
+                and not (flags & UNDESIRABLE).any()
                 and (found := question_of(tokens.tolist(), (flags & TRAINED) != 0, tokenizer.end_ids))
                 and len(found.ids) <= room
             ):
@@ -144,6 +151,7 @@ def samples_callbacks(
     interval: int,
     folder: Path,
     writes: bool,
+    of_pairs: bool = False,
 ) -> list[Callback]:
     """The callback of eval.samples, if there is one."""
     if config is None:
@@ -151,4 +159,4 @@ def samples_callbacks(
     from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer
 
     tokenizer = load_run_tokenizer(data.model_dump(mode="json"))
-    return [Samples(config, data, model, tokenizer, interval, folder, writes)]
+    return [Samples(config, data, model, tokenizer, interval, folder, writes, of_pairs)]

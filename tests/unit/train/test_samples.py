@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from llmtrain.data.prepare import prepare
 from llmtrain.data.sources.made_up import questions, records_file
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.schema.data import DataConfig, PrepareConfig
 from llmtrain.schema.evaluation import SamplesConfig
 from llmtrain.train.callbacks import samples
 from llmtrain.train.callbacks.samples import EXACT_MATCH, Samples, held_out_questions
@@ -42,6 +44,27 @@ def test_questions_are_conversations_up_to_their_last_answer(config, tokenizer):
         assert prompt.startswith("<|im_start|>user\nRepeat ") and prompt.endswith("<|im_start|>assistant\n")
         assert prompt.rpartition("Repeat ")[2].startswith(f"{answer}<|im_end|>")
     assert all(len(one.ids) <= 20 for one in held_out_questions(config.data, 99, tokenizer, 20))
+
+
+@pytest.mark.parametrize("kto", [False, True])
+def test_questions_of_preferences_are_answered_as_chosen(tmp_path, kto):
+    source, asked = tmp_path / "records.jsonl", [(f"{n} + {n} =", f" {2 * n}.") for n in range(1, 40)]
+    made = [{"prompt": one, "chosen": right, "rejected": " who knows?"} for one, right in asked]
+    if kto:
+        answers = [(right, True) for _, right in asked[::2]] + [(" who knows?", False)] * len(asked[1::2])
+        prompts = [one for one, _ in asked[::2] + asked[1::2]]
+        made = [{"prompt": p, "completion": c, "label": y} for p, (c, y) in zip(prompts, answers, strict=True)]
+    source.write_text("".join(json.dumps(one) + "\n" for one in made))
+    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 64, "workers": 1}
+    section = PrepareConfig.model_validate(values | {"validation_fraction": 0.5})
+    prepare(section, progress=False)
+    data, tokenizer = (
+        DataConfig(seq_len=64, prepare=section, mask_documents=True),
+        load_tokenizer(f"{tmp_path}/out/tokenizer"),
+    )
+    found = list(held_out_questions(data, 99, tokenizer, 60, of_pairs=True))
+    texts = {(tokenizer.decode(one.ids), tokenizer.decode(one.answer or [])) for one in found}
+    assert len(found) >= 5 and texts <= set(asked)
 
 
 @pytest.fixture
