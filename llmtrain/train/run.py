@@ -19,7 +19,6 @@ from llmtrain.errors import UserError
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.objectives.policy.objective import Policy
-from llmtrain.objectives.preference import Preference
 from llmtrain.schema.config import Config
 from llmtrain.schema.schedule import Schedule, resolve, schedule_problems
 from llmtrain.start import start_phase
@@ -95,26 +94,28 @@ def train(config: Config, verified: str | None = None) -> Outcome:
             trained_only=config.objective.trained_only,
         )
     validation = Validation(training, world)
-    samples = loader.dataset.samples_per_stream.tolist()
-    schedule = resolved_schedule(config, len(loader), samples)
+    counts = loader.dataset.samples_per_stream.tolist()
+    schedule = resolved_schedule(config, len(loader), counts)
     if world.is_main:
         write_resolved(folder, training, config, world, schedule)
     if resumed:
         # The worker compared before, but the index of remote data is here only now.
         require_same_run(config, resumed)
-    with start_phase("weights"):
-        loaders = {"train": loader, "validation": validation.loader}
-        add_reference(training, loaders, world, lambda: set_weights(training, None, device))
-        beneath = set_weights(training, resumed, device)
 
     def steps(length: Duration) -> int:
         """A length of this run in steps, at least one."""
         known = {"steps_per_epoch": len(loader), "total_steps": schedule.total}
         return max(length.steps(tokens_per_step=config.tokens_per_step, **known), 1)
 
+    # Before anything is computed: too few questions, or prompts that are too long, end the run.
+    samples = samples_callbacks(config, training.model, steps, world.is_main)
+    with start_phase("weights"):
+        loaders = {"train": loader, "validation": validation.loader}
+        add_reference(training, loaders, world, lambda: set_weights(training, None, device))
+        beneath = set_weights(training, resumed, device)
+
     checkpoints = Checkpoints(training, schedule, steps, world, resumed, beneath)
     model, objective, rewind = training.model, training.objective, checkpoints.rewind
-    samples_config = config.eval.samples
     written = config.model_dump(mode="json")
     segments, ranks, step_times = training.segments, model.hybrid.ranks, config.logging.step_times
     stability = Stability(config.train, training.spikes, shared_gradients(model), rewind and rewind.ask)
@@ -148,15 +149,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
                 *([Profiling(config.train.profile, folder, world)] if config.train.profile else []),
                 *([StepTimes(step_times)] if step_times else []),
                 *icl_callbacks(training, world, steps),  # after Throughput, which does not count it
-                *samples_callbacks(
-                    samples_config,
-                    config.data,
-                    model,
-                    steps(samples_config.interval) if samples_config else 1,
-                    folder,
-                    world.is_main,
-                    isinstance(objective, Preference),
-                ),
+                *samples,
                 checkpoints.callback(written, config.data, tokenizer_files(config, resumed) if world.is_main else {}),
             ],
             loggers=build_loggers(config.logging, folder, schedule.total, config.name, written),
@@ -168,7 +161,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         run_log.info(f"resumed from {resumed.folder} (step {resumed.step} of {schedule.total})")
     run_log.info(f"learning rate: {schedule}")
     if loader.dataset.order is not None and loader.dataset.num_streams > 1:
-        for line in mixture_report(config.data, loader.dataset.order, samples, schedule.total):
+        for line in mixture_report(config.data, loader.dataset.order, counts, schedule.total):
             run_log.info(line)
     if resumed and (notice := extension_notice(config, resumed.require(), schedule, len(loader))):
         run_log.info(notice)

@@ -6,7 +6,8 @@
 The model of FILE, with random weights, learns to answer: letters in reverse and in order, sums, and facts about people who do not
 exist. Answers have one of two forms; DPO then prefers the shorter one. Questions are never repeated: those held out are new.
 Half way, and 25 steps after a checkpoint, the first run is killed, and its metrics are kept; what the resumed one logs of the same
-steps is compared bit by bit. Settings are of both runs, but for DPO's rate. FOLDER gets sft/ and dpo/, the runs with their pictures, and alignment.json.
+steps is compared bit by bit. Settings are of both runs, but for DPO's rate. FOLDER gets sft/ and dpo/, the runs with their
+pictures, and alignment.json.
 """
 
 from __future__ import annotations

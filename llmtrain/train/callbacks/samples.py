@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from llmtrain.config.base import Duration
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.cached_stream import CachedStream
 from llmtrain.data.loader.token_samples import TokenSamples
@@ -20,6 +21,8 @@ from llmtrain.generate.decoding import decode
 from llmtrain.generate.options import Sampling
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
+from llmtrain.objectives.sections import PreferenceSection
+from llmtrain.schema.config import Config
 from llmtrain.schema.data import DataConfig
 from llmtrain.schema.evaluation import SamplesConfig
 from llmtrain.train.composer_model import evaluating
@@ -34,7 +37,8 @@ class Samples(Callback):
     to the terminal, to RUN/samples.jsonl and to loggers, with the metric `samples/exact_match` of the questions.
 
     Every rank decodes all of them, as sharded weights take all ranks. writes: true on the rank that writes the file. of_pairs:
-    as of held_out_questions. Raises UserError for prompts that are too long, and where fewer conversations are held out than are asked for.
+    as of held_out_questions. Raises UserError for prompts that are too long, and where fewer conversations are held out than are
+    asked for.
     """
 
     def __init__(
@@ -145,18 +149,14 @@ def held_out_questions(
 
 
 def samples_callbacks(
-    config: SamplesConfig | None,
-    data: DataConfig,
-    model: CausalLM,
-    interval: int,
-    folder: Path,
-    writes: bool,
-    of_pairs: bool = False,
+    config: Config, model: CausalLM, steps: Callable[[Duration], int], writes: bool
 ) -> list[Callback]:
-    """The callback of eval.samples, if there is one."""
-    if config is None:
+    """The callback of eval.samples, if there is one. steps: a length of the run in steps."""
+    samples, data = config.eval.samples, config.data
+    if samples is None:
         return []
     from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer
 
-    tokenizer = load_run_tokenizer(data.model_dump(mode="json"))
-    return [Samples(config, data, model, tokenizer, interval, folder, writes, of_pairs)]
+    tokenizer, folder = load_run_tokenizer(data.model_dump(mode="json")), Path(config.run_dir)
+    of_pairs = isinstance(config.objective, PreferenceSection)
+    return [Samples(samples, data, model, tokenizer, steps(samples.interval), folder, writes, of_pairs)]
