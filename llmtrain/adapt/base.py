@@ -2,13 +2,16 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from llmtrain.adapt.nf4 import quantise
+from llmtrain.config.report import nearest
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform, cpu
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -62,7 +65,10 @@ def adaptations(adapt: AdaptConfig | None) -> list[Converter]:
     """The changes that belong to a model wherever it runs, in order."""
     if adapt is None:
         return []
-    return [*(section.load_implementation()(section) for section in adapt.sections()), FrozenWeights(adapt.base)]
+    changes: list[Converter] = [section.load_implementation()(section) for section in adapt.sections()]
+    if adapt.train is not None:
+        changes.append(TrainedWeights(adapt.train, alone=not changes))
+    return [*changes, FrozenWeights(adapt.base)]
 
 
 def converters_of(config: ModelConfig, adapt: AdaptConfig | None) -> list[Converter]:
@@ -78,6 +84,30 @@ def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None) -> HybridL
     with torch.device("meta"):
         # A backend changes no count and no name, but one made for a GPU could not be built on this machine.
         return adapted(HybridLM(config.with_backends("reference", lambda block: "reference"), cpu()), adapt)
+
+
+class TrainedWeights(Converter):
+    """The model's own weights that adapt.train names are trained; alone: no others are."""
+
+    def __init__(self, patterns: Sequence[str], alone: bool):
+        self.patterns, self.alone = patterns, alone
+
+    def convert(self, model: HybridLM, platform: Platform) -> None:
+        if self.alone:
+            model.requires_grad_(False)
+        infos, problems = parameter_info(model), list[str]()
+        for pattern in self.patterns:
+            found = [parameter for parameter, info in infos.items() if fnmatchcase(info.name, pattern)]
+            for parameter in found:
+                parameter.requires_grad_(True)
+            if not found:
+                names = [info.name for info in infos.values()]
+                parts = {f"*.{part}.*": None for name in names for part in name.split(".")[:-1] if not part.isdigit()}
+                near = nearest(pattern, [*parts, *names])
+                near = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(parts)}"
+                problems.append(f"adapt.train: {pattern} matches no weight; {near}")
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 class FrozenWeights(Converter):

@@ -154,6 +154,10 @@ def export(
         if adapt is not None and adapt.lora is not None and not merge:
             if trim_vocab:
                 raise UserError("--trim-vocab: the rows are the base's; use it with --merge")
+            if adapt.train is not None:
+                raise UserError(
+                    "adapt.train changed weights of the base, which a folder of adapters has not; use --merge"
+                )
             return _export_adapters(folder, manifest, config, family, out, dtype, ema)
         changes = converters_of(config, adapt)
         for change in changes:

@@ -73,6 +73,9 @@ class AdaptConfig(Section):
     what is trained, and name the checkpoint of init_from, where the frozen weights are."""
 
     lora: LoraConfig | None = None
+    train: list[str] | None = Field(default=None, min_length=1)
+    """Weights of the model itself that are trained, beside adapters or alone, as patterns of their names: `*_adapter.*` are those
+    that Zamba2 has of each use of a shared block, `*norm*` those of norms. All others are frozen."""
     base: Literal["bf16", "nf4"] = "bf16"
     """Frozen weights in memory. bf16: in the format in which layers compute (fp32 with train.precision: fp32). nf4: those of
     linear layers in 4 bits (QLoRA, Dettmers et al., arXiv:2305.14314), which are widened for each product."""
@@ -81,6 +84,11 @@ class AdaptConfig(Section):
     def draws_in_training(self) -> bool:
         """True if a change draws random numbers."""
         return self.lora is not None and self.lora.dropout > 0
+
+    @property
+    def adds_alone(self) -> bool:
+        """True if the model without what was added is the one that it began as."""
+        return self.train is None
 
     def sections(self) -> list[AdaptationSection]:
         """Sections that are there, in order."""

@@ -66,7 +66,7 @@ class Config(Section):
                 "checkpoint.remote",
                 f"is in run_dir ({self.run_dir}), whose checkpoints are to be copied; choose a place apart from it",
             )
-        if self.adapt is not None and not self.adapt.sections():
+        if self.adapt is not None and not (self.adapt.sections() or self.adapt.train):
             yield Problem("adapt", {}, "names no change to the model; leave it out")
         yield from self._nf4_problems()
         yield from self._folder_problems()
@@ -104,7 +104,7 @@ class Config(Section):
             if getattr(train.parallel, key) > 1:
                 yield self.problem_at(f"train.parallel.{key}", f"{reason}; use 1")
         for problem in objective.problems_beside(
-            self.data.seq_len, self.init_from is not None or self.adapt is not None
+            self.data.seq_len, self.init_from is not None or (self.adapt is not None and self.adapt.adds_alone)
         ):
             yield Problem(f"objective.{problem.path}", problem.found, problem.message)
         prepare = self.data.prepare

@@ -94,7 +94,7 @@ class Rollouts(contextlib.ExitStack):
         self.reference = None
         if section.kl:
             began_from = config.init_from and config.init_from.path
-            adapted = config.adapt is not None
+            adapted = config.adapt is not None and config.adapt.adds_alone
             self.reference = reference_log_p(self.objective, model, self.tokenizer, began_from, adapted)
         self.figures = Figures(section, world.size)
         self.coming: list[list[int]] = []
