@@ -112,7 +112,7 @@ def write_records(out: Path, count: int) -> None:
 
 
 def command(args: Any, name: str, steps: int) -> list[str]:
-    """Of `llmtrain train`."""
+    """Words of the command `llmtrain train`."""
     out, every = args.out, max(steps // 16, 1)
     settings = {
         "name": name,
