@@ -14,6 +14,10 @@ if (
 ):  # scripts/slurm: inherited from torchrun, which leaves it to the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+from llmtrain.bytecode import keep_bytecode
+
+keep_bytecode()
+
 from llmtrain.commands.train import add_run_arguments, run_train
 from llmtrain.errors import exit_with
 

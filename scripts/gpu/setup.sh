@@ -5,4 +5,5 @@ if [[ ! -e $_wheels ]]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$HOME/site" .whl/*.whl &&
         touch "$_wheels"
 fi
+unset PYTHONDONTWRITEBYTECODE # or each process would compile all that it imports, for ten seconds
 export PYTHONPATH="$HOME/site:$PWD" PYTHONUNBUFFERED=1

@@ -12,7 +12,7 @@ import llmtrain
 
 ROOT = Path(llmtrain.__file__).parents[1]
 ORDER = """
-errors logs progress versions config pictures tables kernels models objectives schema distributed start data checkpoint flops
+errors logs bytecode progress versions config pictures tables kernels models objectives schema distributed start data checkpoint flops
 adapt plan generate convert eval serve train bench doctor commands cli
 """
 FLOORS: tuple[str, ...] = tuple(ORDER.split())
@@ -24,6 +24,7 @@ PROGRAMS = ("llmtrain.__main__",)
 WITHOUT_TORCH = (
     "llmtrain.errors",
     "llmtrain.logs",
+    "llmtrain.bytecode",
     "llmtrain.progress",
     "llmtrain.start",
     "llmtrain.versions",
