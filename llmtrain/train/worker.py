@@ -187,12 +187,15 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
 
 
 def _open_gpu(device: int) -> None:
-    """Begin CUDA's or HIP's context, which takes a second or more, beside the imports. Where it fails, so does its first use."""
+    """Begin CUDA's or HIP's context, which takes a second or more, beside the imports. Where it fails, so does its first use.
+    Then hash Triton's library of 400 MB, as the key of each kernel has it: half a second, which Triton remembers."""
     import torch
 
     def begin() -> None:
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=torch.device("cuda", device))
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton.runtime.cache").triton_key()
 
     if torch.cuda.is_available():
         threading.Thread(target=begin, name="GPU", daemon=True).start()
