@@ -31,7 +31,9 @@ def add_serve(commands) -> None:
     sub.add_argument(
         "--max-len", type=int, metavar="N", help="tokens of prompt and answer; default: model.max_seq_len, at most 4096"
     )
-    sub.add_argument("--piece", type=int, default=512, metavar="N", help="prompt tokens read in one pass; default 512")
+    sub.add_argument(
+        "--piece", type=int, metavar="N", help="tokens of a prompt read in one pass; default 512, on a GPU 2048"
+    )
     sub.add_argument(
         "--prefix-mib", type=float, default=0.0, metavar="X", help="memory for beginnings of prompts; default 0: none"
     )

@@ -28,8 +28,9 @@ from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
 
-TOGETHER = 512
-"""Tokens of short prompts in one pass, padding included."""
+PIECE, TOGETHER = {"cpu": 512, "cuda": 2048}, {"cpu": 512, "cuda": 8192}
+"""Tokens of a prompt in one pass, and of short prompts in one, padding included. Fewer take a GPU no less time: a pass is hundreds
+of launches, which take the host about 25 ms (1B, H100)."""
 PROMPTS_TOGETHER = 16
 """Short prompts in one pass: so many rows of memory are taken for it."""
 
@@ -86,10 +87,10 @@ class Engine:
     """Answers requests with a model in eval mode. Not thread-safe, but for `Request.cancelled`.
 
     rows: requests that are answered at a time; others wait in order. max_len: tokens of a prompt and its answer together, at most.
-    piece: tokens of a prompt read in one pass. prompt_tokens: about the number of prompt tokens per step while others are being
-    answered; default one piece. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values and states take
-    rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits; short prompts that are read together
-    take up to PROMPTS_TOGETHER rows of max(piece, TOGETHER) slots in all beside them.
+    piece: tokens of a prompt read in one pass; default PIECE. prompt_tokens: about the number of prompt tokens per step while
+    others are being answered; default what one pass reads. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values
+    and states take rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits; short prompts that are
+    read together take up to PROMPTS_TOGETHER rows of TOGETHER (or a piece of) slots in all beside them.
     ahead: read tokens on before the host has seen them; default on a GPU. Raises UserError when the model's learned positions end
     before max_len.
     """
@@ -100,18 +101,20 @@ class Engine:
         *,
         rows: int = 16,
         max_len: int = 2048,
-        piece: int = 512,
+        piece: int | None = None,
         prompt_tokens: int | None = None,
         prefix_bytes: int = 0,
         deterministic: bool = False,
         ahead: bool | None = None,
     ):
-        self.model, self.rows, self.max_len, self.piece = model, rows, max_len, piece
-        self.prompt_tokens = prompt_tokens or piece
+        kind = "cuda" if model.device.type == "cuda" else "cpu"
+        self.model, self.rows, self.max_len, self.piece = model, rows, max_len, piece or PIECE[kind]
+        self.together = max(self.piece, TOGETHER[kind])
+        self.prompt_tokens = prompt_tokens or (self.together if kind == "cuda" else self.piece)
         self.deterministic = deterministic
         self.ahead = not deterministic and (model.device.type == "cuda" if ahead is None else ahead)
         self.slots: Slots = (SeparateSlots if deterministic else SharedSlots)(model, rows, max_len)
-        self.prefixes = PrefixCache(prefix_bytes, piece) if prefix_bytes else None
+        self.prefixes = PrefixCache(prefix_bytes, self.piece) if prefix_bytes else None
         self.waiting: deque[Request] = deque()
         self.live: list[_Active] = []
         self._reading: tuple[_Active, Cache] | None = None
@@ -231,8 +234,7 @@ class Engine:
             if self._reading is None and self._begin_held():
                 continue
             if self._reading is None and not self.deterministic and len(self.waiting[0].prompt) < self.piece:
-                most = max(self.piece, TOGETHER)
-                read = self._read_short(most if idle else min(most, budget))
+                read = self._read_short(self.together if idle else min(self.together, budget))
             else:
                 read = self._read_piece()
             budget -= 0 if idle else read

@@ -33,7 +33,7 @@ class EngineSource:
             model,
             rows=min(rollout.rows, answers),
             max_len=seq_len,
-            piece=min(512, max(16, seq_len // 16)),
+            piece=min(512, max(16, seq_len // 16)) if rollout.prefix_mb else None,
             prefix_bytes=int(rollout.prefix_mb * 1e6),
             deterministic=deterministic,
         )
