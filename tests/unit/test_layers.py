@@ -12,8 +12,8 @@ import llmtrain
 
 ROOT = Path(llmtrain.__file__).parents[1]
 ORDER = """
-errors logs bytecode progress versions config pictures tables kernels models objectives schema distributed start data checkpoint flops
-adapt plan generate convert eval serve train bench doctor commands cli
+errors logs bytecode progress versions config pictures tables kernels models objectives schema distributed start data checkpoint
+flops adapt plan generate convert eval serve train bench doctor commands cli
 """
 FLOORS: tuple[str, ...] = tuple(ORDER.split())
 """From low to high: a file imports from its own floor and from lower ones."""

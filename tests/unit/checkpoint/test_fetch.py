@@ -185,3 +185,37 @@ def test_a_manifest_of_a_store_that_is_no_file_is_named(store, tmp_path, kind):
     OTHER_KINDS[kind](manifest)
     with pytest.raises(StoreError, match=r"step-00000004/manifest\.json is not a regular file; move it away"):
         fetch(store.url, tmp_path / "here")
+
+
+def test_what_is_not_ours_and_has_the_name_of_a_download_is_moved_aside(store, tmp_path):
+    notes = tmp_path / "here" / "step-00000004.downloading" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    fetch(store.url, tmp_path / "here")
+    found = tmp_path / "here" / "step-00000004"
+    manifests.verify(found, manifests.read(found))
+    assert (tmp_path / "here" / "step-00000004.file" / "notes.txt").read_text() == "mine"
+
+
+def test_another_save_of_a_step_leaves_nothing_of_the_earlier_one_and_all_that_is_not_ours(store, tmp_path):
+    upload(store, make_checkpoint(tmp_path / "earlier", 6, more=["vocabulary.txt"]))
+    stored = tmp_path / "store" / "step-00000006"
+    (stored / "notes.txt").write_text("mine")
+    upload(store, again := make_checkpoint(tmp_path / "again", 6))
+    assert {path.name for path in stored.iterdir()} == {"notes.txt", *(path.name for path in again.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (["manifest.json", "notes.txt"], True),
+        (["manifest.json.tmp", "__0_0.distcp"], True),
+        (["__0_0.distcp", "notes.txt"], False),
+    ],
+)
+def test_what_is_stored_is_own_by_its_manifest_or_by_all_its_names(tmp_path, names, own):
+    for name in names:
+        (tmp_path / "store" / "step-00000002" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / "step-00000002" / name).touch()
+    [found] = list_stored(MountedStore(tmp_path / "store"))
+    assert found.own == own

@@ -200,3 +200,12 @@ def test_a_checkpoint_is_own_by_its_manifest_and_a_folder_of_notes_is_not(tmp_pa
     assert local.is_own(folder)
     (folder / "manifest.json").unlink()
     assert not local.is_own(folder)
+
+
+@pytest.mark.parametrize("target", ["a checkpoint", "nothing"])
+def test_the_deletion_of_a_link_leaves_what_it_points_to(tmp_path, target):
+    kept = make_checkpoint(tmp_path / "elsewhere", 3)
+    link = tmp_path / "step-00000003"
+    link.symlink_to(kept if target == "a checkpoint" else tmp_path / "gone")
+    local.delete(link)
+    assert not link.is_symlink() and local.is_own(kept)

@@ -38,3 +38,13 @@ def test_one_interpolation_that_takes_too_long_ends_the_hard_ones(monkeypatch):
     monkeypatch.setattr(OmegaConf, "create", slow)
     source = resolved(a="${oc.decode:1}", b="${oc.decode:2}")
     assert len(calls) == 1 and {problem.path for problem in source.problems} == {"a", "b"}
+
+
+def test_references_inside_names_are_followed_here_however_many(monkeypatch):
+    monkeypatch.setattr(interpolation, "_MAX_HARD", 0)  # texts for OmegaConf
+    sizes = {"small": 1, "large": 2}
+    source = resolved(
+        size="large", kind="size", sizes=sizes, one="${sizes.${size}}", two="${sizes.${${kind}}}-${${kind}}"
+    )
+    assert source.problems == []
+    assert (source.data["one"], source.data["two"]) == (2, "2-large")

@@ -194,3 +194,22 @@ def test_a_lone_process_listens_nowhere(tmp_path: Path):
     )
     _, *listening = (tmp_path / "0").read_text().split()
     assert all(address.startswith("0100007F:") for address in listening)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_rank_that_saved_and_ended_by_a_signal_of_its_own_leaves_the_others_time_to_save(tmp_path: Path, number: int):
+    program = f"""
+import os, pathlib, signal, sys, time
+notes = pathlib.Path({str(tmp_path)!r})
+def save(*_):
+    time.sleep(0.5)
+    (notes / "saved").touch()
+    sys.exit({128 + number})
+signal.signal({int(number)}, save)
+(notes / os.environ["RANK"]).touch()
+while not (notes / "1").exists():
+    time.sleep(0.02)
+os._exit({128 + number}) if os.environ["RANK"] == "0" else time.sleep(60)
+"""
+    assert launch([sys.executable, "-c", program], 2, str(tmp_path / "run"), 30.0) == 128 + number
+    assert (tmp_path / "saved").exists()

@@ -350,3 +350,29 @@ def test_bytes_of_tokens_of_sentencepiece():
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     assert token_bytes(backend, len(pieces)).tolist()[1:] == [1, 1, 1, 1, 1, 2, 2]
+
+
+EVEN: Documents = [[1, 2, 3, 4, EOD] for _ in range(8)]
+
+
+def test_a_border_that_is_moved_to_the_next_one_is_named_with_both_its_documents(tmp_path):
+    path = datatrove(tmp_path / "file", [*EVEN[:2], [*EVEN[2], *EVEN[3]], [], *EVEN[4:]])
+    assert slices(path)[0].misplaced.tolist() == [2, 3]
+
+
+def test_the_document_before_a_slice_tells_whether_its_first_border_was_moved(tmp_path):
+    moved = [*EVEN[:3], EVEN[3][:2], [*EVEN[3][2:], *EVEN[4]], *EVEN[5:]]
+    before, after, _ = slices(datatrove(tmp_path / "file", moved), step=2 * (3 * 5 + 2))
+    assert (len(before.ends), len(after.ends)) == (4, 3)
+    assert after.misplaced.tolist() == [0]
+
+
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_a_file_that_became_shorter_after_it_was_listed_is_cut_short(tmp_path, some, write):
+    path = write(tmp_path / "file", some)
+    [file] = list_files([str(path)])
+    kind = token_kind(str(path), from_folder=False)
+    assert kind is not None
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(SetAside, match="it is cut short"):
+        read_tokens(Slice(file, 0, file.size), kind, VOCABULARY, EOD, {EOD: "<|endoftext|>"})
