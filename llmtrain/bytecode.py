@@ -14,7 +14,7 @@ def keep_bytecode() -> None:
     torch = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or torch is None or torch.cached is None or torch.origin is None:
         return
-    if Path(torch.cached).exists() or not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
+    if Path(torch.cached).exists() or (not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)):
         return
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmtrain" / "bytecode"

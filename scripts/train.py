@@ -16,12 +16,11 @@ if (
 
 from llmtrain.bytecode import keep_bytecode
 
-keep_bytecode()
-
-from llmtrain.commands.train import add_run_arguments, run_train
-from llmtrain.errors import exit_with
-
 if __name__ == "__main__":
+    keep_bytecode()  # before the imports that take long
+    from llmtrain.commands.train import add_run_arguments, run_train
+    from llmtrain.errors import exit_with
+
     parser = argparse.ArgumentParser(description="Trains the model of a YAML, or continues its run.")
     add_run_arguments(parser)
     parser.set_defaults(nproc=None, max_restarts=0)

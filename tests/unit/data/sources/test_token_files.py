@@ -355,7 +355,7 @@ def test_bytes_of_tokens_of_sentencepiece():
 EVEN: Documents = [[1, 2, 3, 4, EOD] for _ in range(8)]
 
 
-def test_a_border_that_is_moved_to_the_next_one_is_named_with_both_its_documents(tmp_path):
+def test_a_border_that_became_the_next_one_is_named_with_both_its_documents(tmp_path):
     path = datatrove(tmp_path / "file", [*EVEN[:2], [*EVEN[2], *EVEN[3]], [], *EVEN[4:]])
     assert slices(path)[0].misplaced.tolist() == [2, 3]
 
