@@ -8,6 +8,7 @@ A record that is none raises a ChatFault, whose text is a phrase: what is wrong 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,10 @@ class Conversation:
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
 
+_UNTRAINED = ("weight", "train", "loss")
+"""Keys by which other programs leave a turn out of the loss."""
+
+
 def recognise(keys: Collection[str]) -> str | None:
     """Name of the format that records with these fields have; None: of none."""
     for name, alternatives in FORMATS.items():
@@ -93,6 +98,8 @@ def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None
     needed = next((some for some in FORMATS[name] if set(some) <= known.keys()), None)
     if needed is None:
         missing = next(key for key in FORMATS[name][0] if key not in known)
+        if (own := (fields or {}).get(missing, missing)) in record:
+            raise ChatFault(f"'{own}' is null")
         keys = ", ".join(sorted(map(str, record))[:8]) or "none"
         raise ChatFault(f"has no '{missing}' (keys: {keys}); name its field with chat.fields, or another chat.format")
     return known, needed[-1]
@@ -112,7 +119,8 @@ def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
                 continue
             raise ChatFault(f"turn {number} has no `from` and `value`")
         role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
-        found.append(_message({"role": role, "content": turn["value"]}, number))
+        flags = {key: turn[key] for key in _UNTRAINED if key in turn}
+        found.append(_message({"role": role, "content": turn["value"], **flags}, number))
     return checked(found, record)
 
 
@@ -176,6 +184,13 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatFault(f"turn {number} has no `role`")
     found = _without_nulls(dict(message))
+    if (untrained := next((key for key in _UNTRAINED if found.get(key) in (0, False)), None)) and found[
+        "role"
+    ] == "assistant":
+        raise ChatFault(
+            f"turn {number} (assistant) has {untrained}: {json.dumps(found[untrained])}, but all answers are trained, or with "
+            f"chat.targets: last those of the last turn; cut the conversation, or remove {untrained}"
+        )
     if "tool_calls" in found:
         found["tool_calls"] = parsed("tool_calls", found["tool_calls"])
     content = found.get("content")

@@ -102,6 +102,8 @@ def _divided(prompt: Text | None, answers: Sequence[Text]) -> tuple[Text, list[T
     size = next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
     if isinstance(a, str) and a[:size].endswith(" "):
         size -= 1  # the space before a word is the word's
+    if not size and isinstance(a, list):
+        raise ChatFault("the conversations in 'chosen' and 'rejected' begin differently; give both the same first turn")
     if not size:
         raise ChatFault("'chosen' and 'rejected' begin differently, and there is no 'prompt'; give one")
     return a[:size], [a[size:], b[size:]]

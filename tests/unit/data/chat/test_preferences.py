@@ -66,6 +66,12 @@ def test_fields_and_tools_of_a_label():
         ({"chosen": "a", "rejected": "b"}, "pairs", "begin differently, and there is no 'prompt'"),
         ({"prompt": "x", "chosen": "a", "rejected": [GOOD]}, "pairs", "text and 'rejected' are messages"),
         ({"prompt": "x", "rejected": "a"}, "pairs", "has no 'chosen'"),
+        ({"prompt": "x", "chosen": "a", "rejected": None}, "pairs", "'rejected' is null"),
+        (
+            {"prompt": "x", "chosen": [ASKED, GOOD], "rejected": [BAD | {"role": "user"}, BAD]},
+            "pairs",
+            "the same first turn",
+        ),
         ({"prompt": "x", "chosen": 3, "rejected": "a"}, "pairs", "'chosen' is int"),
         ({"prompt": [GOOD], "chosen": [GOOD], "rejected": [BAD]}, "pairs", "prompt and 'chosen': turn 1 "),
         ({"prompt": [ASKED], "chosen": [said("assistant", "")], "rejected": [BAD]}, "pairs", "turn 2 .*is empty"),

@@ -204,6 +204,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
         "'text of turn 1' is NoneType",
     ),
+    "an untrained answer": (
+        {"messages": [USER, ANSWER | {"weight": 0}]},
+        r"turn 2 \(assistant\) has weight: 0, but all answers are trained",
+    ),
     "another format": ({"text": "x"}, r"has no 'messages' \(keys: text\); name its field with chat.fields"),
     "tools": ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' is no list of descriptions"),
     "half a surrogate": ({"messages": messages("q", "\ud800")}, "holds half of a surrogate pair"),
@@ -225,7 +229,7 @@ def test_bad_prompts_and_completions(tmp_path):
     for record, reason in (
         ({"prompt": "a", "completion": "  "}, "the completion is empty"),
         ({"prompt": "a", "completion": 3}, "'completion' is int, not text"),
-        ({"prompt": "a", "completion": None}, "has no 'completion'"),
+        ({"prompt": "a", "completion": None}, "'completion' is null"),
     ):
         source = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, record])
         with pytest.raises(PrepareError, match=rf"x\.jsonl:2: {reason}"):
