@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import decays, rotations, rotations_bwd
+from llmtrain.kernels.mamba3 import chunk_bwd, decays, rotations, rotations_bwd
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operators import operator, register_autograd
@@ -92,16 +92,27 @@ def launch_backward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     inputs, ids, first = (q, k, dt, later, rate, q_bias, k_bias, D), document_numbers(document_ids), _wide(first)
-    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
-    chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
+    own = chunk_bwd.launch_for(launch, v.shape[3])
+    chunk, parts = launch.chunk_size_bwd if own is None else launch.tile, launch.head_parts(v.shape[3])
+    fp16 = launch.fp16_states and q.element_size() == 2
+    exponents = rotations.exponents_of(k, q, k_bias, q_bias) if own is not None and fp16 else None
+    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms, exponents)
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
     # In fp32: the gradient of an angle is what is left of sums over all later tokens, of which the largest part cancels.
     dk, dq = (torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (rotated_k, rotated_q))
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_h = initial_gradient(h, v)
-    terms, _, ddA_state, ddA_blocks = scan_gradients(
-        dy, d_final, v, rotated_k, rotated_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
-    )
+    scan_inputs = (dy, d_final, v, rotated_k, rotated_q)
+    into = (dv, dk, dq, d_h)
+    if own is None:
+        terms, _, ddA_state, ddA_blocks = scan_gradients(
+            *scan_inputs, skip, dA_cumsum, largest, seq_idx, h, launch, into
+        )
+    else:
+        terms, ddA_state = chunk_bwd.scan_gradients(
+            *scan_inputs, exponents, skip, dA_cumsum, largest, seq_idx, h, launch, own, into
+        )
+        ddA_blocks = None
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
     dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations_bwd.rotate_bwd(
