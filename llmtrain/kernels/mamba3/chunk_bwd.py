@@ -8,11 +8,12 @@ gradient of C B^T of every head, and read B, C, x, dy and the states two or thre
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit
-from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, split_exponents
+from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of, split_exponents
 from llmtrain.kernels.ssd.state_passing import States, state_passing_bwd
 from llmtrain.kernels.ssd.triton_forward import load_tile, opaque_zero, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch
@@ -131,17 +132,13 @@ def _chunk_bwd(
             d_state = load_tile(d_states + at, n, p, HEAD_DIM, D_STATE, HEAD_DIM)
         a, dt, a_end = tl.load(of_head + q), tl.load(of_head + CHUNK + q), tl.load(of_head + CHUNK - 1)
         factor = tl.load(skip + head * tokens + q, mask=q < seq_len, other=0.0)
-        b_exponent, c_exponent, state_exponent, d_state_exponent, x_exponent, up_exponent = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        x_scaled, up_scaled, b_wide, c_wide = x, up, b, c
+        none = a_end * 0.0
+        b_exponent, c_exponent, state_exponent, d_state_exponent, x_exponent, up_exponent = none, none, none, none, none, none
         if exponents is not None:
             at = of_chunk + head
             b_exponent, c_exponent = tl.load(B_exponents + at), tl.load(C_exponents + at)
             state_exponent, d_state_exponent = tl.load(exponents + at), tl.load(d_exponents + at)
             x_exponent, up_exponent = tl.load(added_exponents + at), tl.load(d_added_exponents + at)
-            x_scaled = (x.to(tl.float32) * tl.exp2(-x_exponent)).to(tl.float16)
-            up_scaled = (up.to(tl.float32) * tl.exp2(-up_exponent)).to(tl.float16)
-            # Exact: they were of this dtype, and only divided by a power of two.
-            b_wide, c_wide = b.to(x.dtype), c.to(x.dtype)
         after_end, from_start = tl.exp2(a_end - a), tl.exp2(a)
         i = q[None, :] + opaque_zero(a_end)
         pairs = q[:, None] < i
@@ -158,28 +155,53 @@ def _chunk_bwd(
         d_pair = tl.dot(x, tl.trans(up), input_precision=PRECISION)
         tl.store(found + 2 * CHUNK, tl.sum(tl.where(q[:, None] == i, d_pair, 0.0), 1))
         decay = tl.where(pairs, tl.exp2(a[None, :] - a[:, None]), 0.0)
-        scores = tl.dot(b, tl.trans(c), input_precision=PRECISION) * decay * tl.exp2(0.0 + b_exponent + c_exponent)
-        both = d_pair * scores
-        tl.store(found + CHUNK, tl.sum(both, 1))
-        earlier = tl.sum(both * dt[:, None], 0)
+        d_pair *= decay
+        # No power of two below makes a product with the states overflow that is added to.
+        least = tl.maximum(x_exponent + d_state_exponent - c_exponent, up_exponent + state_exponent - b_exponent) - 26.0
+        d_score, d_exponent = _scaled(d_pair * dt[:, None], least, exponents, x.dtype)
+        scores = tl.dot(b, tl.trans(c), input_precision=PRECISION) * tl.exp2(b_exponent + c_exponent)
+        d_pair *= scores
+        tl.store(found + CHUNK, tl.sum(d_pair, 1))
+        earlier = tl.sum(d_pair * dt[:, None], 0)
+        scores = (scores * decay).to(up.dtype)
         u = tl.dot(b, d_state, input_precision=PRECISION)
-        u *= (after_end * tl.exp2(0.0 + b_exponent + d_state_exponent))[:, None]
-        u = tl.dot(scores.to(up.dtype), up, acc=u, input_precision=PRECISION)
+        u *= (after_end * tl.exp2(b_exponent + d_state_exponent))[:, None]
+        u = tl.dot(scores, up, acc=u, input_precision=PRECISION)
         d_x = u * dt[:, None] + factor[:, None] * up.to(tl.float32)
         to = q[:, None] * (N_HEADS * HEAD_DIM) + p[None, :]
         tl.store(dv + head * HEAD_DIM + to, d_x.to(dv.dtype.element_ty), mask=inside & (p < HEAD_DIM)[None, :])
 
-        d_score = (d_pair * decay * dt[:, None]).to(x.dtype)
-        # What is taken from the chunk's end to b, and brought from its start to c.
-        taken = tl.dot(x_scaled, tl.trans(d_state), input_precision=PRECISION)
-        taken *= (after_end * tl.exp2(0.0 + x_exponent + d_state_exponent))[:, None]
-        tl.store(of_head + CHUNK + q, tl.sum(taken * b.to(tl.float32), 1) * tl.exp2(0.0 + b_exponent))  # in place of dt
-        d_b = tl.dot(d_score, c_wide, input_precision=PRECISION) * tl.exp2(0.0 + c_exponent) + taken * dt[:, None]
         to, written = q[:, None] * (N_HEADS * D_STATE) + n[None, :], inside & (n < D_STATE)[None, :]
+        # What is taken from the chunk's end to b, and brought from its start to c.
+        d_b = tl.dot(_down(x, x_exponent, exponents), tl.trans(d_state), input_precision=PRECISION)
+        weight = after_end * tl.exp2(x_exponent + d_state_exponent)
+        tl.store(of_head + CHUNK + q, tl.sum(d_b * b.to(tl.float32), 1) * weight * tl.exp2(b_exponent))  # in place of dt
+        d_b *= (weight * dt * tl.exp2(-c_exponent - d_exponent))[:, None]
+        d_b = tl.dot(d_score, c, acc=d_b, input_precision=PRECISION) * tl.exp2(c_exponent + d_exponent)
         tl.store(dB + head * D_STATE + to, d_b, mask=written)
-        brought = tl.dot(up_scaled, tl.trans(state), input_precision=PRECISION)
-        brought *= (from_start * tl.exp2(0.0 + up_exponent + state_exponent))[:, None]
-        earlier_state = tl.sum(brought * c.to(tl.float32), 1) * tl.exp2(0.0 + c_exponent)
-        tl.store(found, earlier + earlier_state)
-        d_c = tl.dot(tl.trans(d_score), b_wide, input_precision=PRECISION) * tl.exp2(0.0 + b_exponent) + brought
+        d_c = tl.dot(_down(up, up_exponent, exponents), tl.trans(state), input_precision=PRECISION)
+        weight = from_start * tl.exp2(up_exponent + state_exponent)
+        tl.store(found, earlier + tl.sum(d_c * c.to(tl.float32), 1) * weight * tl.exp2(c_exponent))
+        d_c *= (weight * tl.exp2(-b_exponent - d_exponent))[:, None]
+        d_c = tl.dot(tl.trans(d_score), b, acc=d_c, input_precision=PRECISION) * tl.exp2(b_exponent + d_exponent)
         tl.store(dC + head * D_STATE + to, d_c, mask=written)
+
+
+@triton.jit
+def _down(x, exponent, exponents):
+    """x over 2^exponent in fp16, if there are exponents."""
+    if exponents is not None:
+        x = (x.to(tl.float32) * tl.exp2(-exponent)).to(tl.float16)
+    return x
+
+
+@triton.jit
+def _scaled(x, least, exponents, dtype: tl.constexpr):
+    """x over a power of two in fp16, and the power's exponent, `least` or more; without exponents x in `dtype`, and 0."""
+    exponent = least * 0.0
+    if exponents is not None:
+        exponent = tl.maximum(exponent_of(tl.max(tl.abs(x))), least)
+        x = (x * tl.exp2(-exponent)).to(tl.float16)
+    else:
+        x = x.to(dtype)
+    return x, exponent
