@@ -32,7 +32,11 @@ OWN = HeadLoopLaunch(programs_per_sm=1, num_stages=1)
 
 
 def small(
-    spec: Mamba3Spec, halves: bool = False, num_sms: int = 1, split: int | None = None, own: HeadLoopLaunch | None = None
+    spec: Mamba3Spec,
+    halves: bool = False,
+    num_sms: int = 1,
+    split: int | None = None,
+    own: HeadLoopLaunch | None = None,
 ) -> Launch:
     """Several chunks in a small problem; see interpreted_ssd.py."""
     launch = default_launch(spec.scan, GPU)

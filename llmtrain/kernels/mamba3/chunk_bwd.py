@@ -1,8 +1,8 @@
 """All gradients of a chunk of the scan in one kernel, where each head has q and k of its own.
 
-In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile: no sum over heads keeps a program
-at one chunk, so nothing passes through memory but what comes in and the gradients. The kernels of shared B and C would write the
-gradient of C B^T of every head, and read B, C, x, dy and the states two or three times.
+In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile. Nothing is summed over heads, so
+nothing passes through memory but what comes in and the gradients. The kernels of shared B and C would write the gradient of C B^T
+of every head, and read B, C, x, dy and the states two or three times.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def scan_gradients(
     dy: Tensor, d_final: Tensor | None, v: Tensor, k: Tensor, q: Tensor, exponents: Tensor | None, skip: Tensor, dA_cumsum: Tensor,
     largest: Tensor | None, seq_idx: Tensor | None, h: Tensor | None, launch: Launch, own: HeadLoopLaunch, into: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of v, k, q, and of the initial state h if there is one; returns the terms and ddA_state of `chunk_bwd`. k, q:
-    rotated; exponents: [2, heads], of k and q in fp16."""
+    """Writes the gradients of v, k, q, and of the initial state h if there is one; returns the terms and ddA_state of `chunk_bwd`.
+    k, q: rotated; exponents: [2, heads], of k and q in fp16."""
     dv, dk, dq, d_h = into
     chunk, precision, (batch, seq_len, n_heads, head_dim) = launch.tile, launch.input_precision, v.shape
     dy, v = (t if t.stride(3) == 1 else t.contiguous() for t in (dy, v))
@@ -49,9 +49,9 @@ def chunk_bwd(
     dy: Tensor, v: Tensor, bc: ScaledBC, skip: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: States, chunk: int,
     precision: str, launch: HeadLoopLaunch, num_sms: int, dv: Tensor, dk: Tensor, dq: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous. Returns ddA_terms, [batch, heads, chunks, 3,
-    chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as decays_bwd takes them. skip: [batch, heads, T]; states:
-    with all columns in one part."""
+    """Fills dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous. Returns ddA_terms, [batch, heads, chunks,
+    3, chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as decays_bwd takes them. skip: [batch, heads, T];
+    states: with all columns in one part."""
     batch, seq_len, n_heads, head_dim = v.shape
     d_state, chunks = bc.B.shape[3], dA_cumsum.shape[2]
     heads = launch.heads(n_heads, batch * chunks, num_sms)
@@ -133,7 +133,14 @@ def _chunk_bwd(
         a, dt, a_end = tl.load(of_head + q), tl.load(of_head + CHUNK + q), tl.load(of_head + CHUNK - 1)
         factor = tl.load(skip + head * tokens + q, mask=q < seq_len, other=0.0)
         none = a_end * 0.0
-        b_exponent, c_exponent, state_exponent, d_state_exponent, x_exponent, up_exponent = none, none, none, none, none, none
+        b_exponent, c_exponent, state_exponent, d_state_exponent, x_exponent, up_exponent = (
+            none,
+            none,
+            none,
+            none,
+            none,
+            none,
+        )
         if exponents is not None:
             at = of_chunk + head
             b_exponent, c_exponent = tl.load(B_exponents + at), tl.load(C_exponents + at)
@@ -175,7 +182,9 @@ def _chunk_bwd(
         # What is taken from the chunk's end to b, and brought from its start to c.
         d_b = tl.dot(_down(x, x_exponent, exponents), tl.trans(d_state), input_precision=PRECISION)
         weight = after_end * tl.exp2(x_exponent + d_state_exponent)
-        tl.store(of_head + CHUNK + q, tl.sum(d_b * b.to(tl.float32), 1) * weight * tl.exp2(b_exponent))  # in place of dt
+        tl.store(
+            of_head + CHUNK + q, tl.sum(d_b * b.to(tl.float32), 1) * weight * tl.exp2(b_exponent)
+        )  # in place of dt
         d_b *= (weight * dt * tl.exp2(-c_exponent - d_exponent))[:, None]
         d_b = tl.dot(d_score, c, acc=d_b, input_precision=PRECISION) * tl.exp2(c_exponent + d_exponent)
         tl.store(dB + head * D_STATE + to, d_b, mask=written)

@@ -52,8 +52,8 @@ def rotate(
     and q . k, [batch, T, heads], in fp32; and of the last token its angles, [batch, heads, angles], and k, [batch, heads, d_state],
     in fp32.
 
-    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums; exponents: of `exponents_of`, for fp16
-    divided by 2^exponent.
+    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums; exponents: of `exponents_of`, for
+    fp16 divided by 2^exponent.
     """
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     wide = {"dtype": torch.float32, "device": q.device}
@@ -64,7 +64,25 @@ def rotate(
     tiles = sums.shape[3]
     of_program = _LAUNCH.heads(heads // groups, batch * tiles * groups, num_sms)
     _rotate[groups * cdiv(heads // groups, of_program), tiles, batch](
-        *(q, k, dt, later, rate, q_bias, k_bias, D, first, sums, exponents, *found, skip, score, angle, last_k, seq_len),
+        *(
+            q,
+            k,
+            dt,
+            later,
+            rate,
+            q_bias,
+            k_bias,
+            D,
+            first,
+            sums,
+            exponents,
+            *found,
+            skip,
+            score,
+            angle,
+            last_k,
+            seq_len,
+        ),
         *(*q.stride()[:3], *k.stride()[:3]),
         HEADS_PER_PROGRAM=of_program,
         **constants(q, rate, heads),
