@@ -1,7 +1,7 @@
 """All gradients of a chunk of the scan in one kernel, where each head has q and k of its own.
 
-In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile. Nothing is summed over heads, so
-nothing passes through memory but what comes in and the gradients. The kernels of shared B and C would write the gradient of C B^T
+In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile. Nothing is summed over heads,
+so nothing passes through memory but what comes in and the gradients. The kernels of shared B and C would write the gradient of C B^T
 of every head, and read B, C, x, dy and the states two or three times.
 """
 
@@ -49,8 +49,8 @@ def chunk_bwd(
     dy: Tensor, v: Tensor, bc: ScaledBC, skip: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: States, chunk: int,
     precision: str, launch: HeadLoopLaunch, num_sms: int, dv: Tensor, dk: Tensor, dq: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous. Returns ddA_terms, [batch, heads, chunks,
-    3, chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as decays_bwd takes them. skip: [batch, heads, T];
+    """Fills dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous. Returns ddA_terms, [batch, heads,
+    chunks, 3, chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as decays_bwd takes them. skip: [batch, heads, T];
     states: with all columns in one part."""
     batch, seq_len, n_heads, head_dim = v.shape
     d_state, chunks = bc.B.shape[3], dA_cumsum.shape[2]
