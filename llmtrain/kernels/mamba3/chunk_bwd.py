@@ -1,7 +1,7 @@
 """All gradients of a chunk of the scan in one kernel, where each head has q and k of its own.
 
-In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile. Nothing is summed over heads,
-so nothing passes through memory but what comes in and the gradients. The kernels of shared B and C would write the gradient of C B^T
+In the notation of ssd/intra_chunk_bwd.py, B and C being rotated k and q, and a chunk being one tile. Nothing is summed over
+heads, so nothing but inputs and gradients passes through memory. The kernels of shared B and C would write the gradient of C B^T
 of every head, and read B, C, x, dy and the states two or three times.
 """
 
@@ -20,7 +20,7 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch
 
 
 def launch_for(launch: Launch, head_dim: int) -> HeadLoopLaunch | None:
-    """How the kernel here is launched, or None where those of shared B and C serve: a head is split, or its states are passed in
+    """Launch of the kernel here, or None where those of shared B and C serve: a head is split, or its states are passed in
     parts of its columns."""
     passing = (launch.state_passing_bwd, launch.state_passing_bwd_wide or launch.state_passing_bwd)
     whole = launch.head_parts(head_dim) == 1 and all(one.block_headdim >= padded(head_dim) for one in passing)
@@ -31,7 +31,7 @@ def scan_gradients(
     dy: Tensor, d_final: Tensor | None, v: Tensor, k: Tensor, q: Tensor, exponents: Tensor | None, skip: Tensor, dA_cumsum: Tensor,
     largest: Tensor | None, seq_idx: Tensor | None, h: Tensor | None, launch: Launch, own: HeadLoopLaunch, into: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of v, k, q, and of the initial state h if there is one; returns the terms and ddA_state of `chunk_bwd`.
+    """Write the gradients of v, k, q, and of the initial state h if there is one; return the terms and ddA_state of `chunk_bwd`.
     k, q: rotated; exponents: [2, heads], of k and q in fp16."""
     dv, dk, dq, d_h = into
     chunk, precision, (batch, seq_len, n_heads, head_dim) = launch.tile, launch.input_precision, v.shape
@@ -49,9 +49,11 @@ def chunk_bwd(
     dy: Tensor, v: Tensor, bc: ScaledBC, skip: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: States, chunk: int,
     precision: str, launch: HeadLoopLaunch, num_sms: int, dv: Tensor, dk: Tensor, dq: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous. Returns ddA_terms, [batch, heads,
-    chunks, 3, chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as decays_bwd takes them. skip: [batch, heads, T];
-    states: with all columns in one part."""
+    """Write dv, like v, and dk and dq, [batch, T, heads, d_state] in fp32, all contiguous.
+
+    Returns ddA_terms, [batch, heads, chunks, 3, chunk], and ddA_state, [batch, chunks, 1, heads], and changes `dA_cumsum`, as
+    decays_bwd takes them. skip: [batch, heads, T]; states: with all columns in one part.
+    """
     batch, seq_len, n_heads, head_dim = v.shape
     d_state, chunks = bc.B.shape[3], dA_cumsum.shape[2]
     heads = launch.heads(n_heads, batch * chunks, num_sms)
@@ -198,7 +200,7 @@ def _chunk_bwd(
 
 @triton.jit
 def _down(x, exponent, exponents):
-    """x over 2^exponent in fp16, if there are exponents."""
+    """Quotient of x by 2^exponent in fp16, if there are exponents."""
     if exponents is not None:
         x = (x.to(tl.float32) * tl.exp2(-exponent)).to(tl.float16)
     return x
@@ -206,7 +208,7 @@ def _down(x, exponent, exponents):
 
 @triton.jit
 def _scaled(x, least, exponents, dtype: tl.constexpr):
-    """x over a power of two in fp16, and the power's exponent, `least` or more; without exponents x in `dtype`, and 0."""
+    """Quotient of x by a power of two in fp16, and the power's exponent, `least` or more; without exponents x in `dtype`, and 0."""
     exponent = least * 0.0
     if exponents is not None:
         exponent = tl.maximum(exponent_of(tl.max(tl.abs(x))), least)

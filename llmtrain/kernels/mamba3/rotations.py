@@ -163,7 +163,7 @@ def join(a, b, PAIRS: tl.constexpr):
 
 @triton.jit
 def rounded(x, down, dtype: tl.constexpr):
-    """x in `dtype`; with `down`, a power of two, what it is there times that in fp16."""
+    """Number x in `dtype`; with `down`, a power of two, what it is there times that in fp16."""
     found = x.to(dtype)
     if down is not None:
         found = (found.to(tl.float32) * down).to(tl.float16)
