@@ -1,6 +1,7 @@
 """`llmtrain serve`: a model behind OpenAI's API."""
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def run_serve(args: argparse.Namespace) -> int:
     template, missing = None, ""
     try:
         template = find_template(tokenizer, args.chat_template)
+        with contextlib.suppress(ChatError):  # what it imports takes seconds, which the first request need not wait for
+            template.render([{"role": "user", "content": "."}])
     except ChatError as error:
         if args.chat_template:
             raise

@@ -9,6 +9,10 @@ from torch import Tensor
 from llmtrain.generate.options import Sampling
 
 
+LEAST_TEMPERATURE = 1e-30
+"""The likeliest token is certain long before."""
+
+
 class Sampler:
     """Sampler for a batch. The draws of a row depend on the seed and its number alone, not on the other rows.
 
@@ -59,7 +63,9 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 
 def probabilities(logits: Tensor, options: Sampling) -> Tensor:
     """Distribution to draw from, [batch, vocab_size] in fp32; zero for tokens outside top-k or top-p."""
-    logits = logits / options.temperature
+    # Infinities, which the least temperatures and penalties make, have no softmax.
+    most = torch.finfo(logits.dtype).max
+    logits = (logits / max(options.temperature, LEAST_TEMPERATURE)).clamp(-most, most)
     if options.top_k is not None and options.top_k < logits.shape[-1]:
         least = logits.topk(options.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from llmtrain.data.chat.conversation import ChatFault, read_message
 from llmtrain.data.chat.template import ChatError, ChatPrompts, ChatTemplate
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
@@ -190,8 +191,9 @@ class Server:
             if not isinstance(message.get("role"), str):
                 raise UserError(f"messages: message {number} has no `role`")
         try:
-            return self.prompts, self.prompts.text(body.messages, body.tools or None)
-        except ChatError as error:
+            messages = [read_message(one, number) for number, one in enumerate(body.messages, 1)]
+            return self.prompts, self.prompts.text(messages, body.tools or None)
+        except (ChatError, ChatFault) as error:
             raise UserError(f"messages: {error}") from None
 
     async def _answer(

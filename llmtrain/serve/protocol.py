@@ -56,14 +56,16 @@ class Body(Section):
     repetition_penalty: float = 1.0
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: str | list[str] = []
+    stop: Any = []
+    """A text, or a list of texts."""
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     def problems(self) -> Iterator[Problem]:
-        if len(self.stops) > MOST_STOPS or "" in self.stops:
-            yield Problem("stop", self.stop, f"expected at most {MOST_STOPS} texts, none of them empty")
+        known = isinstance(self.stops, list) and all(isinstance(one, str) and one for one in self.stops)
+        if not known or len(self.stops) > MOST_STOPS:
+            yield Problem("stop", None, f"expected at most {MOST_STOPS} texts, none of them empty")
         try:
             self.sampling(self.seed or 0)
         except UserError as error:
@@ -92,7 +94,7 @@ class Body(Section):
 class CompletionBody(Body):
     """A body of /v1/completions."""
 
-    prompt: Any
+    prompt: Any = None
     """A text, a list of texts, token ids, or a list of lists of them."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     return_tokens_as_token_ids: bool = False
@@ -157,6 +159,8 @@ def read_body(kind: type[Body], raw: bytes) -> Any:
         raise UserError("the body has half of a surrogate pair in a text") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is no JSON object: {error}") from None
+    if isinstance(options := data.get("stream_options"), dict):
+        data["stream_options"] = {key: value for key, value in options.items() if value is not None}
     data = {key: value for key, value in data.items() if value is not None and key not in _IGNORED}
     others = [key for key in data if key in _NEUTRAL and key not in kind.model_fields]
     found = [

@@ -107,7 +107,7 @@ def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None
 
 def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
     """Messages of a list, which may be JSON text. Raises ChatFault."""
-    return [_message(one, number) for number, one in enumerate(_listed(name, value), 1)]
+    return [read_message(one, number) for number, one in enumerate(_listed(name, value), 1)]
 
 
 def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
@@ -115,12 +115,12 @@ def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
     for number, turn in enumerate(_listed("conversations", turns), 1):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
             if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
-                found.append(_message(turn, number))
+                found.append(read_message(turn, number))
                 continue
             raise ChatFault(f"turn {number} has no `from` and `value`")
         role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
         flags = {key: turn[key] for key in _UNTRAINED if key in turn}
-        found.append(_message({"role": role, "content": turn["value"], **flags}, number))
+        found.append(read_message({"role": role, "content": turn["value"], **flags}, number))
     return checked(found, record)
 
 
@@ -135,7 +135,7 @@ def _completion(record: Mapping[str, Any], completion: Any) -> Conversation:
     prompt = record["prompt"]
     if isinstance(prompt, list) or isinstance(completion, list):
         both = [*_listed("prompt", prompt), *_listed("completion", completion)]
-        return checked([_message(one, number) for number, one in enumerate(both, 1)], record)
+        return checked([read_message(one, number) for number, one in enumerate(both, 1)], record)
     if not text_of(completion, "completion").strip():
         raise ChatFault("the completion is empty; mend the record, or leave it out")
     return Conversation(prompt=text_of(prompt, "prompt"), completion=completion)
@@ -179,7 +179,7 @@ def parsed(name: str, value: Any) -> Any:
         raise ChatFault(f"'{name}' is text, but no JSON: {error}") from None
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def read_message(message: Any, number: int) -> dict[str, Any]:
     """A message without empty fields; `tool_calls` may be JSON text, and `content` a list of parts that are texts."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatFault(f"turn {number} has no `role`")
@@ -200,7 +200,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise ChatFault(f"the content of turn {number} is {type(content).__name__}, not text")
     elif content and all(isinstance(part, Mapping) and "type" in part for part in content):
         if other := next((part["type"] for part in content if part["type"] != "text"), None):
-            raise ChatFault(f"turn {number} has a part of type {other!r}, and only text is read; leave the record out")
+            raise ChatFault(f"turn {number} has a part of type {other!r}, and only text is read")
         found["content"] = "".join(text_of(part.get("text"), f"text of turn {number}") for part in content)
     return found
 

@@ -123,8 +123,8 @@ class RewardProcess:
     def _start(self) -> None:
         command = [sys.executable, "-P", "-m", "llmtrain.objectives.policy.rewards"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._rest = b""
-        found = self._ask(self.reward.model_dump(mode="json"), START_SECONDS)
+        self._rest, self._asked = b"", 0
+        found = self._ask({"settings": self.reward.model_dump(mode="json")}, START_SECONDS)
         if found is None or "error" in found:
             self._end()
             reason = f"does not start within {START_SECONDS:g} s" if found is None else found["error"]
@@ -141,21 +141,25 @@ class RewardProcess:
         """The process' answer, None if none comes."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         deadline = time.monotonic() + seconds
+        self._asked += 1
         try:
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.write(json.dumps({**what, "number": self._asked}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return None
-                if not (more := os.read(self._process.stdout.fileno(), 1 << 16)):
-                    return None
-                self._rest += more
-        line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
+            while True:
+                while b"\n" not in self._rest:
+                    if not selector.select(max(0.0, deadline - time.monotonic())):
+                        return None
+                    if not (more := os.read(self._process.stdout.fileno(), 1 << 16)):
+                        return None
+                    self._rest += more
+                line, self._rest = self._rest.split(b"\n", 1)
+                found = json.loads(line)
+                if found.pop("number") == self._asked:  # a function that forks may answer twice
+                    return found
 
 
 def _main() -> None:
@@ -164,10 +168,11 @@ def _main() -> None:
     os.dup2(2, 1)  # what a function prints is no answer
 
     def say(what: Mapping[str, Any], to: IO[str] = answers) -> None:
-        to.write(json.dumps(what) + "\n")
+        to.write(json.dumps({**what, "number": number}) + "\n")
         to.flush()
 
-    settings = RewardSection.model_validate_json(sys.stdin.readline())
+    first = json.loads(sys.stdin.readline())
+    number, settings = first["number"], RewardSection.model_validate_json(json.dumps(first["settings"]))
     try:
         function = _MAKERS[settings.name](settings)
         if not callable(function):
@@ -178,6 +183,7 @@ def _main() -> None:
     say({})
     for line in sys.stdin:
         asked = json.loads(line)
+        number = asked["number"]
         try:
             found = float(function(asked["answer"], asked["record"]))
             say({"reward": found} if math.isfinite(found) else {"error": f"the reward is {found}"})

@@ -22,6 +22,21 @@ def sampler(options: Sampling, rows: int = 4, row_numbers: list[int] | None = No
     )
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-320])
+def test_at_the_least_temperatures_the_likeliest_token_is_certain(temperature):
+    found = probabilities(logits(), Sampling(temperature=temperature))
+    assert torch.equal(found.argmax(1), logits().argmax(1)) and bool((found.max(1).values == 1).all())
+
+
+def test_the_least_penalty_leaves_a_distribution():
+    made = sampler(Sampling(repetition_penalty=1e-38, seed=1))
+    assert made.seen is not None
+    tokens = made(logits(), 0)
+    assert bool((logits().gather(1, tokens[:, None]) > 0).all()), (
+        "a token of the prompt that the penalty has made certain"
+    )
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [None, 1, 7, VOCAB, 1000])
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.95, 1.0])

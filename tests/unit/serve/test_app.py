@@ -7,9 +7,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmtrain.generate.engine import Engine
+from llmtrain.generate.engine import Engine, Token
 from llmtrain.generate.options import Sampling
 from llmtrain.generate.text import complete
+from llmtrain.serve.answers import Piece, merged
 from llmtrain.serve.app import Limits
 from tests.support.served import make_server, served, talk, tiny_model, tokenizer
 
@@ -119,6 +120,27 @@ def test_a_chat_is_rendered_by_its_template_whole_and_streamed():
     assert longest[1]["usage"]["total_tokens"] <= 64
 
 
+def test_content_in_parts_and_nulls_of_clients_mean_what_they_mean_elsewhere():
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
+    messages = [[{"role": "user", "content": content}] for content in ("the fox", parts)]
+
+    async def use(client):
+        body = {"temperature": 0, "max_tokens": 5}
+        chats = [(await post(client, "chat/completions", body | {"messages": one}))[1] for one in messages]
+        nulls = {"prompt": "the", "stop": None, "stream_options": {"include_usage": None}}
+        return chats, await post(client, "completions", body | nulls)
+
+    (first, second), (status, _) = talk(make_server(MODEL, OWN), use)
+    assert status == 200 and first["usage"] == second["usage"]
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+
+
+def test_pieces_that_wait_are_sent_as_one():
+    first, second = (Piece(0, text, (Token(at, -1.0),)) for at, text in enumerate(("a", "b")))
+    found = merged([first, Piece(1, "x"), second, Piece(0, "", (), "stop")])
+    assert found == [Piece(0, "ab", (Token(0, -1.0), Token(1, -1.0)), "stop"), Piece(1, "x")]
+
+
 BAD: list[tuple[str, Any, int, str]] = [
     ("completions", b"{", 400, "the body is no JSON object"),
     ("completions", b'{"prompt": "\xff"}', 400, "not UTF-8"),
@@ -127,7 +149,14 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", b'{"prompt": "\\ud800"}', 400, "half of a surrogate pair"),
     ("completions", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "integer"),
     ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature: expected a number, found NaN"),
-    ("completions", {}, 400, "prompt: missing"),
+    ("completions", {}, 400, "prompt: expected a text"),
+    ("completions", b"\xef\xbb\xbf{}", 400, "prompt: expected a text"),
+    ("completions", {"prompt": "a", "stop": [1]}, 400, "stop: expected at most 16 texts"),
+    ("completions", {"prompt": "a", "stop": {"x": 1}}, 400, "stop: expected at most 16 texts"),
+    ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop: expected at most 16 texts"),
+    ("completions", {"prompt": "a", "max_tokens": 10**30}, 400, "there is room for 64 together"),
+    ("completions", {"prompt": "a", "n": 10**20}, 400, "n: expected an integer at least 1 and at most 128"),
+    ("completions", {"prompt": [2**63]}, 400, "is outside the model's vocabulary"),
     ("completions", {"prompt": {}}, 400, "prompt: expected a text, a list of texts, token ids"),
     ("completions", {"prompt": [1, "a"]}, 400, "prompt: expected a text"),
     ("completions", {"prompt": [True]}, 400, "prompt: expected a text"),
@@ -153,7 +182,13 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", {"prompt": "a", "model": "gpt\n"}, 404, "its name is 'tiny'"),
     ("chat/completions", {"messages": []}, 400, "messages: expected a list with 1 or more"),
     ("chat/completions", {"messages": [3]}, 400, "messages.0: expected a mapping"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages: chat template chatml"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "the content of turn 1 is int, not text"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "turn 1 has a part of type 'image_url', and only text is read",
+    ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},

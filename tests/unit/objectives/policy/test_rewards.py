@@ -20,7 +20,15 @@ def own(answer, record):
     if answer == "exit": os._exit(3)
     if answer == "nan": return float("nan")
     if answer == "text": return "many"
+    if answer == "fork": os.fork()
+    if answer == "stop": raise SystemExit("enough")
+    if answer == "large": return 10**400
+    if answer == "vector": return [1.0, 2.0]
+    if answer == "unspoken": raise Unspoken
     return len(answer) / record["most"]
+
+class Unspoken(Exception):
+    def __str__(self): raise RuntimeError("no words")
 
 number = 3
 """
@@ -66,6 +74,16 @@ def test_an_own_function_may_fail_in_any_way(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             RewardProcess(RewardSection(name="function", function=function, allow_code=True))
+
+
+def test_what_answers_twice_or_not_at_all_does_not_shift_the_rewards_of_others(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    with RewardProcess(RewardSection(name="function", function="mine:own", allow_code=True, seconds=5.0)) as rewards:
+        answers = ["fork", "a", "abc", "stop", "ab", "large", "vector", "unspoken", "a"]
+        found = rewards.score([(one, {"most": 4}) for one in answers])
+    assert found[:3] == [1.0, 0.25, 0.75] and (found[4], found[-1]) == (0.5, 0.25)
+    assert [at for at, one in enumerate(found) if math.isnan(one)] == [3, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
