@@ -1,8 +1,9 @@
 """Adapters of folders that peft (0.21) or `llmtrain export` has written, for models of ours."""
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,13 @@ def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any
     return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
+_VALUES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "r": ("whole number above 0", lambda one: one >= 1 and one == one // 1),
+    "lora_alpha": ("number above 0", lambda one: 0 < one < math.inf),
+    "lora_dropout": ("number from 0 to below 1", lambda one: 0 <= one < 1),
+}
+
+
 def _check_values(file: Path, settings: Mapping[str, Any]) -> None:
     """Raise UserError for ranks, alphas and patterns that are none."""
     for name, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0)):
@@ -280,8 +288,9 @@ def _check_values(file: Path, settings: Mapping[str, Any]) -> None:
             raise UserError(f"{file}: {_PATTERNS[name]} is no mapping; {_TARGETS_HINT}")
         value = settings.get(name)
         for key, one in {name: default if value is None else value, **patterns}.items():
-            if isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0:
-                raise UserError(f"{file}: {key} = {json.dumps(one)} is no number of at least 0; {_TARGETS_HINT}")
+            expected, fits = _VALUES[name]
+            if isinstance(one, bool) or not isinstance(one, (int, float)) or not fits(one):
+                raise UserError(f"{file}: {key} = {json.dumps(one)} is no {expected}; {_TARGETS_HINT}")
         for key in patterns:
             try:
                 re.compile(key)
