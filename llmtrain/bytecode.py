@@ -8,8 +8,9 @@ from pathlib import Path
 
 def keep_bytecode() -> None:
     """Have this process and those that it starts keep bytecode in ~/.cache/llmtrain/bytecode (or XDG_CACHE_HOME's) where torch has
-    none and Python will write none beside it: PYTHONDONTWRITEBYTECODE, a read-only environment. Without it a start compiles thousands
-    of modules, and its imports take three times as long. Nothing changes where PYTHONPYCACHEPREFIX is set, or no folder can be made.
+    none and Python will write none beside it: PYTHONDONTWRITEBYTECODE, a read-only environment. Without it a start compiles
+    thousands of modules, and its imports take three times as long. Nothing changes where PYTHONPYCACHEPREFIX is set, or where no
+    folder can be made.
     """
     torch = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or torch is None or torch.cached is None or torch.origin is None:
