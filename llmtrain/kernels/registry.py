@@ -103,6 +103,13 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
             attention.refuse_triton_sequence,
             ("llmtrain.attention_forward.default", _SUFFIX),
         ),
+        Backend(
+            "triton_float8",
+            "llmtrain.kernels.attention.float8",
+            attention.refuse_triton_float8,
+            ("llmtrain.attention_float8_forward.default",),
+            named_only=True,
+        ),
         # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
         Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
         Backend("sdpa:flash3", _SDPA, attention.refuse_sdpa_flash3, _sdpa_op("flash_attention"), named_only=True),

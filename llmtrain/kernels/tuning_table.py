@@ -41,6 +41,10 @@ KERNELS: dict[str, Kernel] = {
     "attention.dkdv": Kernel(("head_dim",), attention.Launch),
     # In place of dq and dkdv, for the very shapes and variants that have a row.
     "attention.dscores": Kernel(("head_dim",), attention.StoredLaunch),
+    # Of products in float8; dtype: of queries, keys and values.
+    "attention.float8_forward": Kernel(("head_dim",), attention.Launch),
+    "attention.float8_dq": Kernel(("head_dim",), attention.Launch),
+    "attention.float8_dkdv": Kernel(("head_dim",), attention.Launch),
     # All kernels of a scan: they share chunks of one size.
     "ssd": Kernel(("head_dim", "d_state"), ssd.Launch),
     # Channels are in no key: a program does the same for any number of them.

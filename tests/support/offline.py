@@ -50,6 +50,7 @@ WITHOUT_PRODUCTS = (
     "_reduce_partials",
     "_scale_to_fp16",
     "_prefix_tree_cumsum",
+    "quantise_inputs",  # columns are not rotated
 )
 MEMORY_BOUND = (
     "conv1d", "gated_norm", "norm", "rotary", "attention_step", "ssd_step", "conv1d_step", "conv1d_prefix_tree",
@@ -130,6 +131,12 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
     (head_dim,) = row.shape
     base = {"head_dim": head_dim, "dtype": row.dtype, "heads": 8, "seq_len": 4096}
     grouped = {"kv_heads": 2, "seq_len": 4097}
+    if row.kernel.startswith("attention.float8"):
+        yield "plain", base, True
+        yield "alibi", {**base, "variant": "alibi"}, True
+        yield "window, ragged", {**base, "seq_len": 4097, "variant": "window"}, True
+        yield "documents, ragged, grouped", {**base, **grouped, "variant": "documents"}, True
+        return
     if row.variant == "mixed":
         yield "mixed", {**base, **grouped, "variant": "mixed"}, True
         yield "mixed, full", {**base, **grouped, "variant": "mixed, full"}, True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmtrain.kernels.attention import stored_dscores
 from llmtrain.kernels.attention.documents import documents
+from llmtrain.kernels.attention.float8_call import Float8Call
 from llmtrain.kernels.attention.triton_call import Call
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import choose
@@ -67,11 +68,23 @@ class AttentionSearch(Search):
         return Call(self.q, self.k, self.v, *self.settings, launches=launches, platform=self.where)
 
     def runner(self, part: str, launch: dict[str, Any] | None) -> Any:
+        if part.startswith("float8_"):
+            return self._float8(part.removeprefix("float8_"), launch)
         if part != "dscores":
             return super().runner(part, launch)
         # Not tuned: a row says from which length on it takes the place of dq and dkdv.
         stored, call = StoredLaunch(**(launch or {})), self._call({})
         return lambda: stored_dscores.backward(call, stored, self.out, self.lse, self.up, None)
+
+    def _float8(self, kernel: str, launch: dict[str, Any] | None) -> Any:
+        """A kernel of float8_call.py, with what makes its operands. Not tuned."""
+        scale, _, window, _, *rest = self.settings[:-1]
+        launches = {} if launch is None else {kernel: Launch(**launch)}
+        call = Float8Call(self.q, self.k, self.v, scale, window, *rest, launches=launches, platform=self.where)
+        if kernel == "forward":
+            return call.forward
+        stats = (self.lse.new_empty((*self.lse.shape[:2], call.padded)) for _ in range(2))
+        return lambda: getattr(call, kernel)(call.gradients(self.out, *stats, self.up))
 
     def run(self, part: str, launch: Launch | None) -> Sequence[Tensor]:
         call = self._call({} if launch is None else {part: launch})

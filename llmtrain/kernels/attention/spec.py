@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmtrain.kernels import refusals
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import Platform, float8_refusal
 
 _FLASH3 = "flash-attn-3 (from its sources, folder hopper)"
+
+FLOAT8_HEAD_DIMS = (64, 128)
 
 STORED_BYTES, STORED_FROM = 1 << 30, 8192
 """Most bytes of scores' gradients that the Triton backend's backward pass stores at a time (stored_dscores.py), and the shortest
@@ -208,6 +210,24 @@ def refuse_triton_sequence(spec: AttentionSpec, platform: Platform | None) -> st
             "the Triton kernel takes ALiBi, windows and documents of whole sequences, not of a part of the queries "
             "(train.parallel.context)"
         )
+    return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
+
+
+def refuse_triton_float8(spec: AttentionSpec, platform: Platform | None) -> str | None:
+    """Our kernels with products in float8 (float8.py)."""
+    missing = _unserved(spec) + ["softcap"] * (spec.softcap is not None)
+    if missing:
+        return f"attention in float8 has no {' or '.join(missing)}"
+    if reason := _refuse_suffix("attention in float8", spec):
+        return reason
+    if spec.head_dim not in FLOAT8_HEAD_DIMS:
+        return f"attention in float8 takes head_dim 64 or 128, not {spec.head_dim}"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"attention in float8 takes bfloat16 or float16, not {spec.dtype}; use precision amp_bf16"
+    if platform is not None and (reason := float8_refusal(platform)):
+        return reason
+    kernels = tuple(f"attention.float8_{kernel}" for kernel in ("forward", "dq", "dkdv"))
+    sizes = {"head_dim": spec.head_dim}
     return refuse_triton(spec, platform) or refusals.refuse_untuned(kernels, spec.dtype, sizes, platform)
 
 

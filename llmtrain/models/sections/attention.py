@@ -25,6 +25,7 @@ AttentionBackend = Literal[
     "flex",
     "varlen",
     "triton",
+    "triton_float8",
     "flash_attn",
 ]
 
