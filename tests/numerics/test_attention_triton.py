@@ -1,7 +1,7 @@
 """The Triton attention kernels through Triton's interpreter, on a CPU; and what needs no kernel.
 
 In one process of its own: Triton reads TRITON_INTERPRET when it is imported. The cases are in
-interpreted_attention.py, interpreted_stored_dscores.py and interpreted_prefix_trees.py.
+interpreted_attention.py, interpreted_attention_float8.py, interpreted_stored_dscores.py and interpreted_prefix_trees.py.
 """
 
 import pytest
@@ -14,12 +14,12 @@ from tests.support.interpreter import run_interpreted
 
 def test_the_interpreted_kernels_agree_with_the_definition():
     """And scores of packed texts are those of a forward pass per request: interpreted_prefix_trees.py."""
-    run_interpreted("attention", "stored_dscores", "prefix_trees")
+    run_interpreted("attention", "attention_float8", "stored_dscores", "prefix_trees")
 
 
 @pytest.mark.ci
 def test_further_cases():
-    run_interpreted("attention", "prefix_trees", cases="ci and not slow")
+    run_interpreted("attention", "attention_float8", "prefix_trees", cases="ci and not slow")
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class Float8Call:
         k, _, k_scales, _ = self._operands(self.k, rows=True)
         _, v, _, v_scales = self._operands(self.v, columns=True, by_norm=True)
         out = self.q.new_empty(self.q.shape)
-        row_max, row_inverse = (self._stats() for _ in range(2))
+        row_max, row_inverse = (self._stats(self.padded > self.seq_len) for _ in range(2))
         grid, sizes, fixed = self._launch(launch, launch.block_m)
         operands = self._rows(q, launch.block_m), self._rows(k, launch.block_n), self._columns(v, launch.block_n)
         float8_forward[grid](
@@ -134,6 +134,7 @@ class Float8Call:
         float8_dkdv[grid](
             *tiles, of["row_max"], of["delta"], dk, dv, *scales, self.slopes, self.starts, self.ends, *sizes, self.scale,
             **fixed, SCALES=next_power_of_2(self.padded // BLOCK * heads), HEADS=heads,
+            DV_FIRST=launch.dv_first,
         )  # fmt: skip
         return dk, dv
 
@@ -159,8 +160,10 @@ class Float8Call:
     def _scales(self, heads: int) -> Tensor:
         return self.q.new_empty((self.batch, heads, self.padded // BLOCK), dtype=torch.float32)
 
-    def _stats(self) -> Tensor:
-        return self.q.new_empty((self.batch, self.n_heads, self.padded), dtype=torch.float32)
+    def _stats(self, zeros: bool = False) -> Tensor:
+        """Of queries. zeros: the backward pass reads places that no tile of the forward pass has."""
+        shape = (self.batch, self.n_heads, self.padded)
+        return (self.q.new_zeros if zeros else self.q.new_empty)(shape, dtype=torch.float32)
 
     @property
     def _use_tma(self) -> bool:

@@ -183,9 +183,11 @@ def float8_dkdv(
     WINDOW: tl.constexpr, N_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK: tl.constexpr, REORDERED: tl.constexpr, LARGEST: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr,
+    DV_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [batch, T, N_HEADS / HEADS, HEAD_DIM], contiguous, each summed over HEADS query heads that share keys. Program:
-    tile of BLOCK_N keys x (sequence, HEADS query heads). SCALES: as of float8_dq, for HEADS heads.
+    tile of BLOCK_N keys x (sequence, HEADS query heads). SCALES: as of float8_dq, for HEADS heads. DV_FIRST: dO V^T is computed after
+    P^T dO.
     """
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None
@@ -218,8 +220,9 @@ def float8_dkdv(
         i = start + tl.arange(0, BLOCK_M)
         q_tile = _load(q, pair * padded + start, 0, HEAD_DIM, BLOCK_M, HEAD_DIM, USE_TMA)
         score = tl.dot(k_tile, tl.trans(q_tile))
-        dout_tile = _load(dout, pair * padded + start, 0, HEAD_DIM, BLOCK_M, HEAD_DIM, USE_TMA)
-        dweight = tl.dot(v_tile, tl.trans(dout_tile))
+        if not DV_FIRST:
+            dout_tile = _load(dout, pair * padded + start, 0, HEAD_DIM, BLOCK_M, HEAD_DIM, USE_TMA)
+            dweight = tl.dot(v_tile, tl.trans(dout_tile))
         at = pair * (padded // BLOCK) + start // BLOCK
         # p, shifted to where float8 is precise, in units of the block's scale of dO.
         share = tl.load(do_column_scales + at) / do_unit
@@ -236,6 +239,9 @@ def float8_dkdv(
         dv_acc = tl.dot(
             reordered(weight.to(dout_tile.dtype), BLOCK_N, BLOCK_M, REORDERED), tl.trans(dout_tile), dv_acc
         )
+        if DV_FIRST:
+            dout_tile = _load(dout, pair * padded + start, 0, HEAD_DIM, BLOCK_M, HEAD_DIM, USE_TMA)
+            dweight = tl.dot(v_tile, tl.trans(dout_tile))
         here = unit * tl.load(q_column_scales + at) / (share * (1 << SHIFT))
         dweight = dweight * (here * v_scale) - (tl.load(delta + pair * padded + i) * here)[None, :]
         q_tile = _load(q_columns, pair * HEAD_DIM, start, padded, HEAD_DIM, BLOCK_M, USE_TMA)

@@ -146,6 +146,30 @@ def test_an_unknown_backend_is_named_with_those_that_exist():
         registry.resolve("attention", "flsh", PLAIN, CPU)
 
 
+@pytest.mark.parametrize(
+    "here, changes, reason",
+    [
+        (CPU, {}, "a CPU has no float8 units"),
+        (A100, {}, "(sm80) has no float8 units"),
+        (Platform("amd", "gfx90a", "MI250X", 1 << 36), {}, "(gfx90a) has no float8 units; those of AMD begin with gfx942"),
+        (Platform("nvidia", "sm100", "B200", 1 << 36), {}, "no row of sm100's tuning table serves attention.float8_forward"),
+        (H200, {"softcap": 30.0}, "attention in float8 has no softcap"),
+        (H200, {"sinks": True}, "attention in float8 has no sinks"),
+        (H200, {"head_dim": 96}, "attention in float8 takes head_dim 64 or 128, not 96"),
+        (H200, {"dtype": "float32"}, "bfloat16 or float16, not float32; use precision amp_bf16"),
+        (H200, {"lower_right": True}, "attention in float8 is called with whole sequences"),
+        (H200, {"sliding_window": 512, "alibi_max_bias": 8.0, "documents": True, "n_kv_heads": 4}, None),
+        (MI300X, {}, None),
+        (Platform("amd", "gfx950", "MI355X", 1 << 36), {}, None),
+    ],
+)
+def test_attention_in_float8_is_taken_by_its_name_alone(here, changes, reason):
+    found = registry.refusal("attention", "triton_float8", spec(**changes), here)
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")
+    assert registry.resolve("attention", "auto", spec(), H200).name != "triton_float8"
+    assert registry.saved_ops("attention", "triton") == {"llmtrain.attention_forward.default", registry._SUFFIX}
+
+
 def test_table_has_every_backend_once():
     rows = registry.table("attention", spec(alibi_max_bias=8.0), H200)
     assert {r.backend: r.reason is None for r in rows} == {
@@ -157,6 +181,7 @@ def test_table_has_every_backend_once():
         "flex": True,
         "varlen": False,
         "triton": True,
+        "triton_float8": True,
         "flash_attn": False,
         "sdpa:flash3": False,
         "sdpa:flash4": False,
