@@ -134,7 +134,9 @@ def test_rotation_spreads_outliers():
     q, k, _, _ = drawn(PLAIN, 128, outliers=40.0)
     call = Float8Call(q, k, k, 1.0)
     (rows, _, units, _), (others, _, of_others, _) = (call._operands(t, rows=True) for t in (q, k))
-    q, k, found, other = (t.double() for t in (q, k, rows.view(1, 2, 128, 64).float(), others.view(1, 2, 128, 64).float()))
+    q, k, found, other = (
+        t.double() for t in (q, k, rows.view(1, 2, 128, 64).float(), others.view(1, 2, 128, 64).float())
+    )
     found, exact = found @ other.mT * (units * of_others)[..., None], q.transpose(1, 2) @ k.transpose(1, 2).mT
     rounded = [t.float().to(torch.float8_e4m3fn).double().transpose(1, 2) for t in (q, k)]
     assert relative_error(found, exact) < 0.8 * relative_error(rounded[0] @ rounded[1].mT, exact)

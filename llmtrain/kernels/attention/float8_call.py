@@ -149,7 +149,10 @@ class Float8Call:
     ) -> tuple[Any, Any, Any, Any]:
         """Rows, columns and the scales of each, of quantise_inputs; None for those that are not asked for."""
         heads, asked = x.shape[2], (rows, columns)
-        made = [x.new_empty(self.batch * heads * self.padded * self.head_dim, dtype=self.format) if a else None for a in asked]
+        made = [
+            x.new_empty(self.batch * heads * self.padded * self.head_dim, dtype=self.format) if a else None
+            for a in asked
+        ]
         scales = [self._scales(heads) if a else None for a in asked]
         quantise_inputs[self.padded // BLOCK, self.batch * heads](
             x, *made, *scales, *x.stride()[:3], self.seq_len, self.padded,

@@ -186,8 +186,8 @@ def float8_dkdv(
     DV_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [batch, T, N_HEADS / HEADS, HEAD_DIM], contiguous, each summed over HEADS query heads that share keys. Program:
-    tile of BLOCK_N keys x (sequence, HEADS query heads). SCALES: as of float8_dq, for HEADS heads. DV_FIRST: dO V^T is computed after
-    P^T dO.
+    tile of BLOCK_N keys x (sequence, HEADS query heads). SCALES: as of float8_dq, for HEADS heads. DV_FIRST: dO V^T comes
+    after P^T dO.
     """
     LOOK_AHEAD: tl.constexpr = None if WINDOW is None else WINDOW - 1
     UPPER: tl.constexpr = LOOK_AHEAD is not None or starts is not None
@@ -236,9 +236,7 @@ def float8_dkdv(
         if (start < b) | (start >= c):
             weight = tl.where(in_range(i[None, :], first[:, None], last[:, None], True, UPPER), weight, 0.0)
         dout_tile = _load(dout_columns, pair * HEAD_DIM, start, padded, HEAD_DIM, BLOCK_M, USE_TMA)
-        dv_acc = tl.dot(
-            reordered(weight.to(dout_tile.dtype), BLOCK_N, BLOCK_M, REORDERED), tl.trans(dout_tile), dv_acc
-        )
+        dv_acc = tl.dot(reordered(weight.to(dout_tile.dtype), BLOCK_N, BLOCK_M, REORDERED), tl.trans(dout_tile), dv_acc)
         if DV_FIRST:
             dout_tile = _load(dout, pair * padded + start, 0, HEAD_DIM, BLOCK_M, HEAD_DIM, USE_TMA)
             dweight = tl.dot(v_tile, tl.trans(dout_tile))

@@ -151,8 +151,16 @@ def test_an_unknown_backend_is_named_with_those_that_exist():
     [
         (CPU, {}, "a CPU has no float8 units"),
         (A100, {}, "(sm80) has no float8 units"),
-        (Platform("amd", "gfx90a", "MI250X", 1 << 36), {}, "(gfx90a) has no float8 units; those of AMD begin with gfx942"),
-        (Platform("nvidia", "sm100", "B200", 1 << 36), {}, "no row of sm100's tuning table serves attention.float8_forward"),
+        (
+            Platform("amd", "gfx90a", "MI250X", 1 << 36),
+            {},
+            "(gfx90a) has no float8 units; those of AMD begin with gfx942",
+        ),
+        (
+            Platform("nvidia", "sm100", "B200", 1 << 36),
+            {},
+            "no row of sm100's tuning table serves attention.float8_forward",
+        ),
         (H200, {"softcap": 30.0}, "attention in float8 has no softcap"),
         (H200, {"sinks": True}, "attention in float8 has no sinks"),
         (H200, {"head_dim": 96}, "attention in float8 takes head_dim 64 or 128, not 96"),
