@@ -164,7 +164,7 @@ class Float8Call:
         return self.q.new_empty((self.batch, heads, self.padded // BLOCK), dtype=torch.float32)
 
     def _stats(self, zeros: bool = False) -> Tensor:
-        """Of queries. zeros: the backward pass reads places that no tile of the forward pass has."""
+        """Statistics of queries. zeros: the backward pass reads places that no tile of the forward pass has."""
         shape = (self.batch, self.n_heads, self.padded)
         return (self.q.new_zeros if zeros else self.q.new_empty)(shape, dtype=torch.float32)
 
