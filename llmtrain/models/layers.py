@@ -192,8 +192,9 @@ class Norm(nn.Module):
 
     def add_and_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta (None: x), and its norm."""
-        # Our kernel was measured in training steps. Scoring and generation are not compiled, and bound by Python's overhead.
-        kernel = self.kernel if torch.is_grad_enabled() else self.plain
+        # Our kernel was measured in training steps, and in those of decoding, which CUDA graphs replay. Scoring and prompts are not
+        # compiled, and bound by Python's overhead.
+        kernel = self.kernel if torch.is_grad_enabled() or x.shape[-2] == 1 else self.plain
         weight = self.weight
         if self.zero_centered:  # in fp32: near 1, bf16 would not see steps below 1/256
             weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
