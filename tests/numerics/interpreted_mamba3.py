@@ -15,7 +15,7 @@ from llmtrain.kernels.mamba3.step_triton import TritonMamba3Step
 from llmtrain.kernels.mamba3.triton import TritonMamba3
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.triton import default_launch
-from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch, Launch
+from llmtrain.kernels.ssd.triton_launch import Launch
 from tests.support import kernels as support
 from tests.support.mamba3 import NAMES, flat, state_of
 
@@ -27,17 +27,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(rotations, "TILE", 16)
 
 
-OWN = HeadLoopLaunch(programs_per_sm=1, num_stages=1)
-"""One kernel for a chunk's gradients."""
-
-
-def small(
-    spec: Mamba3Spec,
-    halves: bool = False,
-    num_sms: int = 1,
-    split: int | None = None,
-    own: HeadLoopLaunch | None = None,
-) -> Launch:
+def small(spec: Mamba3Spec, halves: bool = False, num_sms: int = 1, split: int | None = None) -> Launch:
     """Several chunks in a small problem; see interpreted_ssd.py."""
     launch = default_launch(spec.scan, GPU)
     assert launch.sequential_scan is not None
@@ -49,7 +39,6 @@ def small(
         sequential_scan=replace(launch.sequential_scan, block_headdim=16),
         num_sms=num_sms,
         split_headdim=split,
-        own_chunk_bwd=own,
     )
 
 
@@ -74,9 +63,6 @@ CASES = {
     ),
     "every token a document": ((2, 16, 8, 1, 2), (1, 20), tuple(range(1, 20)), True, {}),
     "one token": ((2, 16, 16, 1, 4), (3, 1), (), True, {}),
-    "ragged, odd sizes, groups, one kernel": ((4, 20, 14, 2, 3), (2, 37), (), True, {"own": OWN}),
-    "documents, one kernel": ((3, 16, 16, 1, 4), (2, 66), (1, 16, 32, 33, 65), True, {"own": OWN, "num_sms": 1000}),
-    "one token, one kernel": ((3, 16, 7, 1, 3), (2, 1), (), True, {"own": OWN}),
     "one token without a state": ((3, 16, 7, 1, 3), (1, 1), (), False, {}),
 }  # fmt: skip
 
@@ -95,25 +81,23 @@ def test_outputs_and_gradients_are_the_references(case):
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-9, -50.0, -1e4])
-@pytest.mark.parametrize("later, own", [(0.0, None), (1.0, None), (0.0, OWN)])
-def test_extreme_decays_and_weights(decay, later, own):
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_extreme_decays_and_weights(decay, later):
     """Every third token has the decay, among others; what is divided by a decay would not be finite."""
     spec = Mamba3Spec(2, 16, 16, 1, 4, dtype="float32")
     tensors = support.inputs("mamba3", spec, 1, 45, state=True)
     tensors[3][:, ::3], tensors[5][:] = decay, later
-    assert_agrees(spec, tensors, small(spec, own=own))
+    assert_agrees(spec, tensors, small(spec))
 
 
-@pytest.mark.parametrize("own", [None, OWN])
-def test_rounding_of_16_bits_does_not_add_up_over_later_tokens(own):
+def test_rounding_of_16_bits_does_not_add_up_over_later_tokens():
     """A rate acts on all later tokens, whose gradients cancel but for pairs with earlier ones; see `rotations_bwd._turn`."""
     spec = Mamba3Spec(2, 64, 128, 1, 32, dtype="float16")
     tensors = support.inputs("mamba3", spec, 1, 512)
-    launch = replace(default_launch(spec.scan, GPU), num_sms=1, own_chunk_bwd=own)
-    found = support.outcome(flat(TritonMamba3(launch)), tensors)
+    found = support.outcome(flat(TritonMamba3(replace(default_launch(spec.scan, GPU), num_sms=1))), tensors)
     expected = support.outcome(flat(ReferenceMamba3(64)), tensors, torch.float64)
     for name, one, value in zip(NAMES, found, expected, strict=False):
-        assert (one.double() - value).norm() <= 8e-4 * value.norm() + 1e-6, name
+        assert (one.double() - value).norm() <= 6e-4 * value.norm() + 1e-6, name
 
 
 def test_angles_of_a_long_text_stay_exact():

@@ -162,6 +162,19 @@ def test_strong_decay_gives_finite_gradients(delta):
     assert all(t.abs().max() < 1e3 for t in results)
 
 
+@pytest.mark.parametrize("decay", [-1e9, float("-inf")])
+def test_a_token_that_forgets_all_leaves_the_decays_of_later_tokens_exact(delta, decay):
+    """In fp32, where sums with such a number would have no digits of the others."""
+    spec = delta(H, 2, K, V, "float32")
+    tensors = [t.detach() for t in inputs(replace(spec, dtype="float64"), 40, True)]
+    tensors[3][:, ::7] = decay
+    found = support.outcome(kernel_of(spec), [t.float().requires_grad_() for t in tensors])
+    expected = support.outcome(recurrence, [t.requires_grad_() for t in tensors])
+    for name, one, value in zip(("y", "state", *NAMES), found, expected, strict=False):
+        value = value.nan_to_num()  # the recurrence's own gradient of a decay of -inf
+        assert (one.double() - value).norm() <= 1e-4 * value.norm() + 1e-6, name
+
+
 @pytest.mark.parametrize("decays", [(0.0, -1e-6, -5.0, -90.0, -1e4), (0.0,) * K, (-1e4,) * K], ids=str)
 def test_channels_that_forget_at_once_stand_beside_some_that_never_do(decays):
     spec = KimiDeltaSpec(H, H, K, V)

@@ -13,6 +13,9 @@ from torch import Tensor
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.platform import Platform
 
+LEAST = -100.0
+"""Log-decay of a token below which it counts as this: nothing is left of the state, and later tokens' sums would lose digits."""
+
 
 def build(spec: GatedDeltaSpec, platform: Platform, variant: str) -> ReferenceGatedDelta:
     return ReferenceGatedDelta(spec)
@@ -50,7 +53,7 @@ class ReferenceGatedDelta:
 
         q, k, v, beta = by_chunk(q), by_chunk(k), by_chunk(v), by_chunk(beta)[..., None]
         # log of the decay from the start of the chunk up to and including each token, [..., size, 1 or channels].
-        log_decay = _running_sum(self.by_channel(by_chunk(log_decay)))
+        log_decay = _running_sum(self.by_channel(by_chunk(log_decay.clamp_min(LEAST))))
         hidden = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
         from_start, to_end = log_decay.exp(), (log_decay[..., -1:, :] - log_decay).exp()
         if document_ids is not None:

@@ -46,58 +46,29 @@ def rotation_sums(rate: Tensor, dt: Tensor) -> Tensor:
 
 def rotate(
     q: Tensor, k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor,
-    first: Tensor | None, sums: Tensor, num_sms: int, exponents: Tensor | None = None,
+    first: Tensor | None, sums: Tensor, num_sms: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotated q and k of each head, [batch, T, heads, d_state]; the factor of each token's v in its own output, [batch, heads, T],
     and q . k, [batch, T, heads], in fp32; and of the last token its angles, [batch, heads, angles], and k, [batch, heads, d_state],
     in fp32.
 
-    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums; exponents: of `exponents_of`, for
-    fp16 divided by 2^exponent.
+    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums.
     """
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     wide = {"dtype": torch.float32, "device": q.device}
-    dtype = q.dtype if exponents is None else torch.float16
-    found = [torch.empty((batch, seq_len, heads, d_state), dtype=dtype, device=q.device) for _ in range(2)]
+    found = [torch.empty((batch, seq_len, heads, d_state), dtype=q.dtype, device=q.device) for _ in range(2)]
     skip, score = torch.empty((batch, heads, seq_len), **wide), torch.empty((batch, seq_len, heads), **wide)
     angle, last_k = torch.empty((batch, heads, rate.shape[2]), **wide), torch.empty((batch, heads, d_state), **wide)
     tiles = sums.shape[3]
     of_program = _LAUNCH.heads(heads // groups, batch * tiles * groups, num_sms)
     _rotate[groups * cdiv(heads // groups, of_program), tiles, batch](
-        *(
-            q,
-            k,
-            dt,
-            later,
-            rate,
-            q_bias,
-            k_bias,
-            D,
-            first,
-            sums,
-            exponents,
-            *found,
-            skip,
-            score,
-            angle,
-            last_k,
-            seq_len,
-        ),
+        *(q, k, dt, later, rate, q_bias, k_bias, D, first, sums, *found, skip, score, angle, last_k, seq_len),
         *(*q.stride()[:3], *k.stride()[:3]),
         HEADS_PER_PROGRAM=of_program,
         **constants(q, rate, heads),
         **_LAUNCH.options,
     )
     return found[0], found[1], skip, score, angle, last_k
-
-
-def exponents_of(k: Tensor, q: Tensor, k_bias: Tensor, q_bias: Tensor) -> Tensor:
-    """Exponents with which no rotated k (first) or q of a head exceeds 2^14 in magnitude, [2, heads] in fp32."""
-    ends = []
-    for t, bias in ((k, k_bias), (q, q_bias)):
-        of_groups = torch.linalg.vector_norm(t, math.inf, (0, 1, 3)).float()
-        ends.append(of_groups.repeat_interleave(len(bias) // len(of_groups)) + bias.float().abs().amax(1))
-    return (torch.stack(ends) * 2**0.5).clamp_min(1e-30).log2().floor() - 13.0
 
 
 @jit
@@ -162,15 +133,6 @@ def join(a, b, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, down, dtype: tl.constexpr):
-    """Number x in `dtype`; with `down`, a power of two, what it is there times that in fp16."""
-    found = x.to(dtype)
-    if down is not None:
-        found = (found.to(tl.float32) * down).to(tl.float16)
-    return found
-
-
-@triton.jit
 def load_bias(bias, head, i, ANGLES: tl.constexpr, D_STATE: tl.constexpr):
     at = bias + head * D_STATE + 2 * i
     a = tl.load(at, mask=i < ANGLES, other=0.0).to(tl.float32)
@@ -212,7 +174,7 @@ def load_biased_pairs(
 
 @jit
 def _rotate(
-    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, exponents, rotated_q, rotated_k, skip, score, angle, last_k,
+    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, rotated_q, rotated_k, skip, score, angle, last_k,
     seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, D_STATE: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
@@ -242,15 +204,9 @@ def _rotate(
         e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
         product = tl.sum(a * e + b * f, 1)
         to = of_token[:, None] * D_STATE + c[None, :]
-        q_down, k_down = None, None
-        if exponents is not None:
-            k_down = tl.exp2(-tl.load(exponents + head))
-            q_down = tl.exp2(-tl.load(exponents + N_HEADS + head))
-        dtype = q.dtype.element_ty
-        rotated = join(a * cos - b * sin, a * sin + b * cos, PAIRS)
-        tl.store(rotated_q + to, rounded(rotated, q_down, dtype), mask=paired)
+        tl.store(rotated_q + to, join(a * cos - b * sin, a * sin + b * cos, PAIRS).to(q.dtype.element_ty), mask=paired)
         rotated = join(e * cos - f * sin, e * sin + f * cos, PAIRS)
-        tl.store(rotated_k + to, rounded(rotated, k_down, dtype), mask=paired)
+        tl.store(rotated_k + to, rotated.to(k.dtype.element_ty), mask=paired)
         if tile == tiles - 1:
             ends = tl.broadcast_to((last_k + of_head * D_STATE + c)[None, :], (TILE, 2 * PAIRS))
             tl.store(ends, rotated, mask=paired & last)
@@ -261,8 +217,8 @@ def _rotate(
             e = load_rest(k, k_bias + head * D_STATE, t, k_token, rest, unpaired, D_STATE)
             product += tl.sum(a * e, 1)
             to = of_token[:, None] * D_STATE + rest[None, :]
-            tl.store(rotated_q + to, rounded(a, q_down, dtype), mask=unpaired)
-            tl.store(rotated_k + to, rounded(e, k_down, dtype), mask=unpaired)
+            tl.store(rotated_q + to, a.to(q.dtype.element_ty), mask=unpaired)
+            tl.store(rotated_k + to, e.to(k.dtype.element_ty), mask=unpaired)
             if tile == tiles - 1:
                 ends = tl.broadcast_to((last_k + of_head * D_STATE + rest)[None, :], (TILE, REST))
                 tl.store(ends, e, mask=unpaired & last)

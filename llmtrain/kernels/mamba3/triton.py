@@ -8,10 +8,12 @@ gradients; decays_bwd, rotate_bwd. No atomics: every sum has a fixed order.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import chunk_bwd, decays, rotations, rotations_bwd
+from llmtrain.kernels.mamba3 import decays, rotations, rotations_bwd
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operators import operator, register_autograd
@@ -22,7 +24,9 @@ from llmtrain.kernels.ssd.triton_launch import Launch
 
 
 def build(spec: Mamba3Spec, platform: Platform, variant: str) -> TritonMamba3:
-    return TritonMamba3(default_launch(spec.scan, platform))
+    launch = default_launch(spec.scan, platform)
+    # Where no gradients are summed over heads, chunks of one tile spare the kernel between halves more than their states cost.
+    return TritonMamba3(replace(launch, chunk_size_bwd=launch.tile, intra_chunk_halves_bwd=None))
 
 
 class TritonMamba3:
@@ -92,27 +96,16 @@ def launch_backward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     inputs, ids, first = (q, k, dt, later, rate, q_bias, k_bias, D), document_numbers(document_ids), _wide(first)
-    own = chunk_bwd.launch_for(launch, v.shape[3])
-    chunk, parts = launch.chunk_size_bwd if own is None else launch.tile, launch.head_parts(v.shape[3])
-    fp16 = launch.fp16_states and q.element_size() == 2
-    exponents = rotations.exponents_of(k, q, k_bias, q_bias) if own is not None and fp16 else None
-    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms, exponents)
+    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
+    chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
     # In fp32: the gradient of an angle is what is left of sums over all later tokens, of which the largest part cancels.
     dk, dq = (torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (rotated_k, rotated_q))
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_h = initial_gradient(h, v)
-    scan_inputs = (dy, d_final, v, rotated_k, rotated_q)
-    into = (dv, dk, dq, d_h)
-    if own is None:
-        terms, _, ddA_state, ddA_blocks = scan_gradients(
-            *scan_inputs, skip, dA_cumsum, largest, seq_idx, h, launch, into
-        )
-    else:
-        terms, ddA_state = chunk_bwd.scan_gradients(
-            *scan_inputs, exponents, skip, dA_cumsum, largest, seq_idx, h, launch, own, into
-        )
-        ddA_blocks = None
+    terms, _, ddA_state, ddA_blocks = scan_gradients(
+        dy, d_final, v, rotated_k, rotated_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
+    )
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
     dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations_bwd.rotate_bwd(

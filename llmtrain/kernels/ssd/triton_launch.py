@@ -84,7 +84,6 @@ class Launch(Options):
     intra_chunk_halves_bwd: if there is one, a program of the backward takes half a chunk at a time, and this kernel adds
         what passes from half to half; else a program takes a whole chunk.
     fp16_states: states and their gradients in block-scaled fp16, not in bf16 (for 16-bit inputs).
-    own_chunk_bwd: one kernel for a tile's gradients where each head has B and C of its own (Mamba-3); None: those of shared ones.
     split_headdim: heads of more columns are scanned as several of at most as many (split_heads.py).
     input_precision: of fp32 matrix products. num_sms: multiprocessors of the device; no row has it.
     """
@@ -104,7 +103,6 @@ class Launch(Options):
     sequential_scan_shared_sm: SequentialScanLaunch | None = None
     state_passing_bwd_wide: StatePassingLaunch | None = None
     split_headdim: Count | None = None
-    own_chunk_bwd: HeadLoopLaunch | None = None
 
     def refusal(self, kernel: str, arch: str, shape: Mapping[str, int]) -> str | None:
         passing, blocks = self.state_passing.tile, self.inter_chunk_bwd.dstate_blocks
