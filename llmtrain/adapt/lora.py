@@ -158,7 +158,7 @@ class Lora(Converter):
 
     def _chosen(self, found: list[Site]) -> Iterator[tuple[Site, list[Unit]]]:
         """The layers with adapters, and these. Raises UserError for names that match nothing and ranks that are too large."""
-        config, problems = self.config, list[str]()
+        config, problems, chosen = self.config, list[str](), False
         names = {name: site for site in found for name in site.targets()}
         for setting, patterns in (("targets", config.targets or []), ("groups", [g.match for g in config.groups])):
             for pattern in patterns:
@@ -192,7 +192,11 @@ class Lora(Converter):
             if units and config.dora and site.name in ("embed", "head"):
                 problems.append(f"adapt.lora.dora: not of {site.name}; use false, or leave it out of targets")
             if units:
+                chosen = True
                 yield site, sorted(units.values(), key=lambda unit: unit.first)
+        if not (chosen or problems):
+            widest = max((min(site.rows, site.columns) for site in found if site.default), default=0)
+            problems.append(f"adapt.lora.rank: no layer has so many channels, at most {widest}; give a smaller one")
         if problems:
             raise UserError("\n".join(problems))
 

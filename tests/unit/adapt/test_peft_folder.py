@@ -170,6 +170,7 @@ def test_files_that_are_not_there_or_damaged_are_refused(folder):
         ({"targets": ["*.wkv"]}, "matches no layer; did you mean"),
         ({"targets": ["*.wo"], "groups": [{"match": "*.w_inn", "rank": 2}]}, "groups: .*matches no layer"),
         ({"targets": ["*.wqkv.k"], "rank": 9}, "8 channels, fewer than rank 9"),
+        ({"rank": 4096}, "rank: no layer has so many channels"),
         ({"targets": ["head"], "dora": True}, "dora: not of head"),
     ],
 )
