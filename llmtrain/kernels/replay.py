@@ -9,8 +9,9 @@ A call is recorded when its formats are seen for the second time. What cannot be
 kept (launch.py: AMD, hooks, Triton's interpreter), random numbers, results within inputs.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,6 +32,9 @@ MAX_TAPES = 256
 """Formats that an operator keeps tapes by; where there are more it begins anew."""
 MAX_MAPS = 64
 """Tensor maps that are kept of one descriptor of one launch."""
+SCRATCH, ALIGNED = 1 << 16, 256
+"""Bytes up to which memory that kernels alone use is a part of one piece, for as long as the call; multiples of its addresses."""
+_EMPTY = {"cuda": guards._empty_strided_cuda, "cpu": guards._empty_strided_cpu}
 _PLACE = "_llmtrain_place"
 _ALLOCATIONS = {
     *(torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like),
@@ -52,7 +57,7 @@ class Place:
     size: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def tensor(self, memory: Sequence[Any]) -> Tensor:
+    def tensor(self, memory: Mapping[int, Tensor]) -> Tensor:
         of = memory[self.slot]
         if of.dtype != self.dtype:
             of = of.view(self.dtype)
@@ -66,11 +71,7 @@ class Allocation:
 
     def __init__(self, slot: int, of: Tensor):
         self.slot, self.size, self.strides = slot, tuple(of.shape), of.stride()
-        self.how, self.slots = {"dtype": of.dtype, "device": of.device}, {slot}
-
-    def run(self, memory: list[Any], addresses: list[int], stream: int) -> None:
-        made = memory[self.slot] = torch.empty_strided(self.size, self.strides, **self.how)
-        addresses[self.slot] = made.data_ptr()
+        self.dtype, self.device, self.slots, self.nbytes = of.dtype, of.device, {slot}, of.untyped_storage().nbytes()
 
 
 class Operation:
@@ -80,16 +81,16 @@ class Operation:
         self.function, self.args, self.kwargs, self.results = function, args, kwargs, results
         self.slots = {*results, *(one.slot for one in tree_leaves((args, kwargs)) if isinstance(one, Place))}
 
-    def run(self, memory: list[Any], addresses: list[int], stream: int) -> None:
+    def run(self, memory: dict[int, Tensor]) -> list[Tensor]:
+        """The results. memory: the slots' tensors."""
         args, kwargs = tree_map_only(Place, lambda one: one.tensor(memory), (self.args, self.kwargs))
         found = self.function(*args, **kwargs)
-        for slot, tensor in zip(self.results, found if isinstance(found, (tuple, list)) else (found,), strict=False):
-            memory[slot], addresses[slot] = tensor, tensor.data_ptr()
+        return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 class Launch:
-    """A kernel's launch, by Triton's launcher in C. values: its arguments; filled in are `pointers`, (index, slot, offset), and
-    `maps`, of descriptors: these and a function that makes the tensor map of an address, and those that were made."""
+    """A kernel's launch, by Triton's launcher in C. values: its arguments behind the stream; filled in are `pointers`,
+    (index, slot, offset), and `maps`, of descriptors: these and a function of an address to its tensor map."""
 
     def __init__(self, kept: Kept, grid: tuple[int, ...], args: Sequence[Any], place: Callable[[Tensor], Place]):
         from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
@@ -105,7 +106,7 @@ class Launch:
         how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
         self.values: list[Any] = [*how, None, None, kept.metadata, None, None, None]
         self.pointers: list[tuple[int, int, int]] = []
-        self.maps: list[tuple[int, int, int, Callable[[int], Any], dict[int, Any]]] = []
+        self.maps: list[tuple[int, int, int, TensorMaps]] = []
         for value in (*args, *kept.rest):
             if isinstance(value, Tensor):
                 at = place(value)
@@ -121,24 +122,25 @@ class Launch:
                     base = SimpleNamespace(data_ptr=lambda: address)
                     return make_tensordesc_arg(SimpleNamespace(base=base, **fields), meta)
 
-                self.maps.append((len(self.values), at.slot, at.offset, described, {}))
+                self.maps.append((len(self.values), at.slot, at.offset, TensorMaps(described)))
                 self.values += [None, *described(value.base.data_ptr())[1:]]
             else:
                 self.values.append(value)
         self.slots = {slot for _, slot, *_ in (*self.pointers, *self.maps)}
 
-    def run(self, memory: list[Any], addresses: list[int], stream: int) -> None:
-        values = self.values.copy()
-        for index, slot, offset in self.pointers:
-            values[index] = addresses[slot] + offset
-        for index, slot, offset, described, made in self.maps:
-            address = addresses[slot] + offset
-            if address not in made:
-                if len(made) >= MAX_MAPS:
-                    made.clear()
-                made[address] = described(address)[0]
-            values[index] = made[address]
-        self.launch(*self.grid, stream, self.function, *values)
+
+class TensorMaps(dict[int, Any]):
+    """Tensor maps of one descriptor by address, made when they are asked for."""
+
+    def __init__(self, described: Callable[[int], list[Any]]):
+        super().__init__()
+        self.described = described
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_MAPS:
+            self.clear()
+        made = self[address] = self.described(address)[0]
+        return made
 
 
 Step = Allocation | Operation | Launch
@@ -194,7 +196,7 @@ class Recording(TorchDispatchMode):
             raise Unrecorded(self.failed or "no kernel of ours")
         if any(at.slot < len(self.inputs) for at in outputs):
             raise Unrecorded("a result within an input")
-        return Tape(self.steps, len(self.inputs), len(self.dtypes), outputs, results is not found)
+        return Tape(self.steps, len(self.inputs), outputs, results is not found)
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         results = list(found) if isinstance(found, (tuple, list)) else [found]
@@ -211,6 +213,8 @@ class Recording(TorchDispatchMode):
             for one in results:
                 setattr(one, _PLACE, (slot, offset + one.data_ptr() - base if one.numel() else offset))
         elif func.overloadpacket in _ALLOCATIONS:
+            if results[0].is_cuda and results[0].get_device() != torch.cuda.current_device():
+                raise Unrecorded("memory of another device")
             self.steps.append(Allocation(self._new(results[0]), results[0]))
         else:
             args, kwargs = tree_map_only(Tensor, self.seen, (args, kwargs))
@@ -235,26 +239,83 @@ def _shares_memory(result: Tensor, of: Any) -> bool:
 
 
 class Tape:
-    """A recorded call. inputs, slots: numbers of them; single: the result is a tensor and no tuple."""
+    """A recorded call. inputs: number of them; single: the result is a tensor and no tuple. run: (inputs, their addresses, stream)
+    -> results; a function of its own, without a loop over steps, which takes the host half the time."""
 
-    def __init__(self, steps: list[Step], inputs: int, slots: int, outputs: list[Place], single: bool):
-        self.outputs, self.single, self.unknown = outputs, single, slots - inputs
-        kept, dead = {*range(inputs), *(at.slot for at in outputs)}, list[tuple[Step, tuple[int, ...]]]()
-        for step in reversed(steps):
-            dead.append((step, tuple(step.slots - kept)))  # used here for the last time
-            kept |= step.slots
-        self.steps = dead[::-1]
+    def __init__(self, steps: list[Step], inputs: int, outputs: list[Place], single: bool):
+        self.steps, self.outputs = steps, outputs
         self._shape_as_returned(steps)
+        self.names: dict[str, Any] = {}
+        self.source = "\n    ".join(["def run(inputs, addresses, stream):", *self._lines(inputs, single)])
+        exec(compile(self.source, "<tape>", "exec"), self.names)
+        self.run: Callable[[list[Tensor], list[int], int], Any] = self.names["run"]
 
-    def run(self, tensors: list[Tensor], addresses: list[int], stream: int) -> Any:
-        memory: list[Any] = [*tensors, *[None] * self.unknown]
-        addresses += [0] * self.unknown
-        for step, dead in self.steps:
-            step.run(memory, addresses, stream)
-            for slot in dead:
-                memory[slot] = None
-        found = tuple([at.tensor(memory) for at in self.outputs])
-        return found[0] if self.single else found
+    def _lines(self, inputs: int, single: bool) -> Iterator[str]:
+        """The function's body. tN, aN: tensor and address of slot N."""
+        steps, returned = self.steps, {at.slot for at in self.outputs}
+        seen = returned.union(*(step.slots for step in steps if isinstance(step, Operation)))  # by PyTorch, as tensors
+        pointed = set[int]().union(*(step.slots for step in steps if isinstance(step, Launch)))
+        for slot in range(inputs):
+            if slot in seen:
+                yield f"t{slot} = inputs[{slot}]"
+            if slot in pointed:
+                yield f"a{slot} = addresses[{slot}]"
+        scratch = [one for one in steps if isinstance(one, Allocation) and one.slot not in seen and one.nbytes <= SCRATCH]
+        if scratch:  # in one piece of memory
+            offsets = list(itertools.accumulate((-(-one.nbytes // ALIGNED) * ALIGNED for one in scratch), initial=0))
+            yield f"scratch = {self._empty((offsets[-1],), (1,), torch.uint8, scratch[0].device)}"
+            yield "start = scratch.data_ptr()"
+            for one, offset in zip(scratch, offsets, strict=False):
+                yield f"a{one.slot} = {f'start + {offset}' if one.nbytes else 0}"
+        small = {one.slot for one in scratch}
+        last = {slot: step for step in steps for slot in step.slots if slot >= inputs and slot not in returned}
+        for number, step in enumerate(steps):
+            if step in scratch:
+                continue
+            made: list[int] = []
+            if isinstance(step, Allocation):
+                yield f"t{step.slot} = {self._empty(step.size, step.strides, step.dtype, step.device)}"
+                made = [step.slot]
+            elif isinstance(step, Operation):
+                used = ", ".join(f"{slot}: t{slot}" for slot in step.slots - {*step.results})
+                made = step.results
+                found = "".join(f"t{slot}, " for slot in made)
+                yield f"{f'{found}= ' if made else ''}{self._name(step.run)}({{{used}}})"
+            else:
+                yield f"{self._name(step.launch)}({', '.join(self._arguments(step))})"
+            for slot in made:
+                if slot in pointed:
+                    yield f"a{slot} = t{slot}.data_ptr()"
+            dead = [slot for slot in step.slots if last.get(slot) is step and slot not in small]
+            if dead:
+                yield f"{' = '.join(f't{slot}' for slot in dead)} = None"
+        found = [self._result(at) for at in self.outputs]
+        yield f"return {found[0] if single else f'({chr(44).join(found)},)'}"
+
+    def _name(self, value: Any) -> str:
+        """A name of a value within the function."""
+        if type(value) in (int, bool, type(None)):
+            return repr(value)
+        self.names[name := f"v{len(self.names)}"] = value
+        return name
+
+    def _empty(self, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+        # What Inductor's code allocates by: on the current device, without a look through the dispatcher.
+        return f"{self._name(_EMPTY[device.type])}({size}, {strides}, {self._name(dtype)})"
+
+    def _arguments(self, step: Launch) -> list[str]:
+        values = [*map(str, step.grid), "stream", self._name(step.function), *map(self._name, step.values)]
+        for index, slot, offset in step.pointers:
+            values[5 + index] = f"a{slot} + {offset}" if offset else f"a{slot}"
+        for index, slot, offset, maps in step.maps:
+            values[5 + index] = f"{self._name(maps)}[a{slot} + {offset}]"
+        return values
+
+    def _result(self, at: Place) -> str:
+        own = next((one for one in self.steps if isinstance(one, Allocation) and one.slot == at.slot), None)
+        if own is not None and at == Place(at.slot, 0, own.dtype, own.size, own.strides):
+            return f"t{at.slot}"
+        return f"{self._name(at.tensor)}({{{at.slot}: t{at.slot}}})"
 
     def _shape_as_returned(self, steps: list[Step]) -> None:
         """Allocate results in their own shape, which may be a view of what the call allocated."""

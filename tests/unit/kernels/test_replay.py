@@ -6,6 +6,8 @@ comes out.
 """
 
 import ctypes
+import math
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,6 +65,10 @@ class Compiled(host.Compiled):
             ctypes.memmove(at, (zlib.crc32(repr((facts, number)).encode()) & 0xFFFF).to_bytes(2, "little"), 2)
 
 
+def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype)
+
+
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that is not there. Memory that is allocated has the same numbers every time."""
@@ -80,6 +86,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return kernel
 
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(replay, "_EMPTY", {"cpu": empty})
+    monkeypatch.setattr(replay, "SCRATCH", -1)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     tuning.forget()
@@ -236,12 +244,52 @@ def test_memory_is_freed_after_its_last_use(kernel: Any, monkeypatch: pytest.Mon
     replayed, x = Replayed(launch), of(8)
     for _ in range(2):
         replayed(x)
-    (tape,) = replayed.tapes.values()
-    assert isinstance(tape, Tape)
-    alive: list[int] = []
-    monkeypatch.setattr(replay.Launch, "run", lambda self, memory, *_: alive.append(sum(t is not None for t in memory)))
-    tape.run([x], [x.data_ptr()], 0)
-    assert alive == [3, 3, 3]  # without the first at the last
+    made, alive = list[weakref.ref[Tensor]](), list[int]()
+
+    def noted(*args: Any) -> Tensor:
+        made.append(weakref.ref(tensor := empty(*args)))
+        return tensor
+
+    def launched(self: Compiled, *args: Any) -> None:
+        alive.append(sum(one() is not None for one in made))
+
+    monkeypatch.setattr(replay, "_EMPTY", {"cpu": noted})
+    monkeypatch.setattr(Compiled, "launch", launched)
+    replayed.tapes.clear()
+    kernel.kept.clear()
+    kernel.device_caches.clear()
+    for _ in range(3):
+        alive.clear()
+        replayed(x)
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+    assert alive == [2, 2, 2]  # without the first at the last
+
+
+def test_small_memory_that_kernels_alone_use_is_one_piece(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    def launch(x: Tensor) -> Tensor:
+        first, second, none, large = (torch.empty(n) for n in (3, 65, 0, 1000))
+        for one in (first, second, large):
+            kernel[(1,)](x, one, 1, WIDTH=1)
+            kernel[(1,)](one, none, 1, WIDTH=1)
+        kernel[(1,)](large, first, 1, WIDTH=1)
+        kernel[(1,)](first, y := torch.empty_like(x), 1, WIDTH=1)
+        kernel[(1,)](second, y, 1, WIDTH=1)
+        return y
+
+    def noted(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory with the numbers that PyTorch fills matrices of float32 with."""
+        made.append(nbytes := math.prod(size) * dtype.itemsize)
+        return torch.full((nbytes // 4,), math.nan).view(dtype).as_strided(size, strides)
+
+    monkeypatch.setattr(replay, "SCRATCH", 999)
+    monkeypatch.setattr(replay, "_EMPTY", {"cpu": noted})
+    replayed, wanted = Replayed(launch), outcome(launch, (of(4),))
+    for _ in range(3):
+        assert outcome(replayed, (of(4),)) == wanted
+    assert [type(tape) for tape in replayed.tapes.values()] == [Tape]
+    assert sorted(made) == [16, 256 + 512, 4000]
 
 
 Unrecordable = Callable[[Tensor, Any], Any]
@@ -378,5 +426,5 @@ def test_tensor_maps_are_kept_by_address_and_bounded(kernel: Any, monkeypatch: p
         assert [outcome(replayed, (x,)) for x in given] == wanted
     (tape,) = replayed.tapes.values()
     assert isinstance(tape, Tape)
-    (maps,) = next(step for step, _ in tape.steps if isinstance(step, replay.Launch)).maps
+    (maps,) = next(step for step in tape.steps if isinstance(step, replay.Launch)).maps
     assert 1 <= len(maps[-1]) <= 2
