@@ -13,6 +13,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.reference import ReferenceSSD
 from llmtrain.kernels.ssd.spec import SSDSpec
 from llmtrain.kernels.ssd.triton import TritonSSD, default_launch, ssd_forward
+from llmtrain.kernels.ssd.triton_forward import tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import Launch
 from tests.support import kernels as support
 
@@ -155,6 +156,35 @@ def test_tiles_may_be_loaded_by_tma(seq_len, d_state, halves, num_sms):
         for name in ("sequential_scan", "chunk_scan", "intra_chunk_bwd", "inter_chunk_bwd")
     }
     assert_agrees(spec, 2, seq_len, True, replace(launch, **fetching))
+
+
+@pytest.mark.parametrize("num_sms", [1, 1000], ids=["sequential scan", "state passing"])
+@pytest.mark.parametrize(
+    "dtype, halves, block",
+    [("float32", False, 32), ("float16", True, 32), pytest.param("float16", True, 16, marks=pytest.mark.ci)],
+)
+def test_heads_narrower_than_a_block_may_be_loaded_by_tma(dtype, halves, block, num_sms):
+    """Blocks then end in the next head's columns, which here are much larger, and the last one's in B."""
+    spec = SSDSpec(4, 48, 16, 2, 64, dtype=dtype)
+    tensors = support.scan_inputs(spec, 2, 64, getattr(torch, dtype), True)
+    tensors[0] = (tensors[0] * torch.tensor([1.0, 50.0, 1e-3, 50.0]).view(4, 1)).to(tensors[0].dtype)
+    launch = small(spec, halves=halves, num_sms=num_sms)
+    fetching = {"use_tma": True, "num_stages": 2}
+    names = (*LOOPS[: 4 if halves else 2], "inter_chunk_bwd", "sequential_scan", "state_passing", "state_passing_bwd")
+    launch = replace(launch, **{n: replace(getattr(launch, n), **fetching) for n in names})
+    columns = {"block_headdim": block, "block_dstate": 16}
+    launch = replace(
+        launch,
+        split_headdim=24,
+        fp16_states=dtype == "float16",
+        sequential_scan=replace(launch.sequential_scan, block_headdim=block),
+        state_passing=replace(launch.state_passing, **columns),
+        state_passing_bwd=replace(launch.state_passing_bwd, **columns),
+    )
+    x = torch.empty(2, 64, 8, 24, dtype=tensors[0].dtype)
+    assert tma_descriptor(True, x, 32, narrow=True) is not None and tma_descriptor(True, x, 32) is None
+    ours, expected = support.scan_outcome(TritonSSD(spec, launch), tensors), support.exact_scan(spec, tensors)
+    support.assert_scans_agree(ours, expected, 1e-4 if dtype == "float32" else 1e-3)
 
 
 @pytest.mark.slow

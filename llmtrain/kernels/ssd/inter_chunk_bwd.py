@@ -13,7 +13,7 @@ from llmtrain.kernels.launch import jit
 from llmtrain.kernels.ssd.block_scaled_fp16 import load_exponents, split_exponents
 from llmtrain.kernels.ssd.head_blocks import empty_head_blocks, head_blocks, sum_head_blocks, token_stride
 from llmtrain.kernels.ssd.state_passing import States
-from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
+from llmtrain.kernels.ssd.triton_forward import load_tile, own_columns, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 _SMALL_DSTATE = 64
@@ -50,8 +50,8 @@ def inter_chunk_bwd(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     # A last chunk without a second tile would read that of the next sequence: only masked loads stop at its end.
     wanted = launch.use_tma and d_state == rows * dstate_blocks and seq_len % chunk == 0
-    views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
-    views += [tma_descriptor(wanted, t.view(1, -1, 1, head_dim), rows // parts) for t in states.values]
+    views = [tma_descriptor(wanted, t, tile, narrow=True) for t in (dy, x)]
+    views += [tma_descriptor(wanted, t.view(1, -1, 1, head_dim), rows // parts, narrow=True) for t in states.values]
     use_tma = all(view is not None for view in views)
     dy, x, before, after = views if use_tma else (dy, x, *states.values)
     for compute_dB, compute_dC in (
@@ -205,11 +205,15 @@ def _inter_chunk_bwd(
             state = states.load([at + top, 0])
             if COMPUTE_DB:
                 x_tile = x.load([token, head * HEAD_DIM])
+                if HEAD_DIM < BLOCK_HEADDIM:
+                    x_tile = own_columns(x_tile, p, HEAD_DIM)
                 d_state = d_states.load([at + top, 0])
                 if PARTS == 2:
                     far_d_state = d_states.load([at + far_top, 0])
             if COMPUTE_DC:
                 dy_tile = dy.load([token, head * HEAD_DIM])
+                if HEAD_DIM < BLOCK_HEADDIM:
+                    dy_tile = own_columns(dy_tile, p, HEAD_DIM)
                 if PARTS == 2:
                     far_state = states.load([at + far_top, 0])
         else:

@@ -15,6 +15,8 @@ terms of the states before and after a chunk. T is computed once and serves all;
 with B and C once per program. da is made of row and column sums of one fp32 matrix: taken from y, rounded, they would not cancel.
 """
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +29,7 @@ from llmtrain.kernels.ssd.triton_forward import (
     load_skip,
     load_tile,
     opaque_zero,
+    own_columns,
     padded,
     skip_options,
     tma_descriptor,
@@ -55,10 +58,10 @@ def intra_chunk_bwd(
     cb_diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
     strides = tuple(s for t in (dy, x, bc.B, bc.C) for s in t.stride()[:3])
     wanted = launch.use_tma and d_state == padded(d_state)
-    views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
+    views: list[Any] = [tma_descriptor(wanted, t, tile, narrow=True) for t in (dy, x)]
     views += [
-        tma_descriptor(wanted, states.values[1].view(1, -1, 1, head_dim), d_state),
-        tma_descriptor(wanted, dx, tile),
+        tma_descriptor(wanted, states.values[1].view(1, -1, 1, head_dim), d_state, narrow=True),
+        dx if head_dim % padded(head_dim) else tma_descriptor(wanted, dx, tile),
     ]
     use_tma = all(view is not None for view in views)
     dy, x, after, into = views if use_tma else (dy, x, states.values[1], dx)
@@ -119,10 +122,12 @@ def _intra_chunk_bwd(
     first = tile * TILE
     q, n, p = tl.arange(0, TILE), tl.arange(0, BLOCK_DSTATE), tl.arange(0, BLOCK_HEADDIM)
 
+    STORE_TMA: tl.constexpr = USE_TMA and HEAD_DIM == BLOCK_HEADDIM
     if not USE_TMA:
         dy += row * dy_row + first.to(tl.int64) * dy_token
         x += row * x_row + first.to(tl.int64) * x_token
         d_states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+    if not STORE_TMA:
         dx += (row * seq_len + first) * TOKEN_STRIDE
     dA_cumsum += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)  # a_end is at the end of the chunk
     ddA_terms += (row * N_HEADS * chunks + chunk) * (3 * CHUNK) + within
@@ -169,6 +174,8 @@ def _intra_chunk_bwd(
             x_tile = x.load([token, head * HEAD_DIM])
             dy_tile = dy.load([token, head * HEAD_DIM])
             d_state = d_states.load([state_at * D_STATE, 0])
+            if not STORE_TMA:
+                x_tile = own_columns(x_tile, p, HEAD_DIM)
         else:
             x_tile = load_tile(x + head * x_head, q, p, x_token, seq_len, HEAD_DIM)
             dy_tile = load_tile(dy + head * dy_head, q, p, dy_token, seq_len, HEAD_DIM)
@@ -217,7 +224,7 @@ def _intra_chunk_bwd(
         else:
             on_dy = skip + same * dt
             d_x = u * dt[:, None] + on_dy[:, None] * dy_tile.to(tl.float32)
-        if USE_TMA:
+        if STORE_TMA:
             dx.store([token, head * HEAD_DIM], d_x.to(dx.dtype))
         else:
             to = q[:, None] * TOKEN_STRIDE + p[None, :]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmtrain.kernels.launch import jit
 from llmtrain.kernels.ssd.head_blocks import head_blocks, token_stride
-from llmtrain.kernels.ssd.triton_forward import load_tile, padded, tma_descriptor
+from llmtrain.kernels.ssd.triton_forward import load_tile, own_columns, padded, tma_descriptor
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 
@@ -35,7 +35,7 @@ def intra_chunk_halves_bwd(
     strides = tuple(s for t in (dy, x, B, C) for s in t.stride()[:3])
     # A last chunk without a second half would read that of the next sequence: only masked loads stop at its end.
     wanted = launch.use_tma and seq_len % chunk == 0
-    views = [tma_descriptor(wanted, t, tile) for t in (dy, x)]
+    views = [tma_descriptor(wanted, t, tile, narrow=True) for t in (dy, x)]
     use_tma = all(view is not None for view in views)
     dy, x = views if use_tma else (dy, x)
     _intra_chunk_halves_bwd[n_groups * blocks, chunks, dA_cumsum.shape[0]](
@@ -102,6 +102,8 @@ def _intra_chunk_halves_bwd(
             token = tl.program_id(2) * seq_len + first
             x_tile = x.load([token, head * HEAD_DIM])
             dy_tile = dy.load([token + TILE, head * HEAD_DIM])
+            if HEAD_DIM < BLOCK_HEADDIM:
+                x_tile = own_columns(x_tile, p, HEAD_DIM)
         else:
             x_tile = load_tile(x + head * x_head, q, p, x_token, seq_len - first, HEAD_DIM)
             dy_tile = load_tile(dy + head * dy_head, q, p, dy_token, seq_len - middle, HEAD_DIM)

@@ -118,10 +118,10 @@ def _launch(
     columns, values = _block_headdim(launch, head_dim), None if states is None else states.values
     # Chunks without all their tokens would read those of the next sequence: only masked loads stop at its end.
     wanted = launch.use_tma and seq_len % chunk == 0 and d_state % block_dstate == 0
-    views = [tma_descriptor(wanted, t, tile, columns) for t in (x, dy)]
+    views = [tma_descriptor(wanted, t, tile, columns, narrow=True) for t in (x, dy)]
     views += [tma_descriptor(wanted, t, tile, block_dstate) for t in (bc.B, bc.C)]
     if values is not None:
-        views.append(tma_descriptor(wanted, values.view(1, -1, 1, head_dim), block_dstate, columns))
+        views.append(tma_descriptor(wanted, values.view(1, -1, 1, head_dim), block_dstate, columns, narrow=True))
     use_tma = all(view is not None for view in views)
     tiles = (*views, None)[:5] if use_tma else (x, dy, bc.B, bc.C, values)
     grid = (launch.tiles(d_state, head_dim), n_heads, batch * (2 if bidirectional else 1))
@@ -284,6 +284,8 @@ def _pass_states(
             chunk_decay = tl.where(seq_idx_last == seq_idx_prev, chunk_decay, 0.0)
             weight = tl.where(seq_idx_t == tl.where(reverse, seq_idx_prev, seq_idx_last), weight, 0.0)
         v = v.to(tl.float32)
+        if USE_TMA and HEAD_DIM % BLOCK_HEADDIM != 0:
+            v = tl.where((p < HEAD_DIM)[None, :], v, 0.0)  # the exponent is the head's own
         if exponents is not None:
             k_exponent = tl.load(
                 bc_exponents + (batch_dir * tiles + tile) * n_groups + group, mask=tile < tiles, other=0.0

@@ -15,6 +15,8 @@ different seq_idx are masked.
 D is [heads], or [batch, heads, T]: a factor of each token, in which its own score is contained; then only j < i are summed.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,19 +31,25 @@ def padded(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def tma_descriptor(wanted: bool, t: Tensor, rows: int, columns: int | None = None) -> Descriptor | None:
+def tma_descriptor(
+    wanted: bool, t: Tensor, rows: int, columns: int | None = None, narrow: bool = False
+) -> Descriptor | None:  # fmt: skip
     """A tensor descriptor of t, [batch, T, heads, width], as [batch * T, heads * width] in blocks of `rows` by `columns`.
 
     With it Hopper's TMA loads tiles, and no thread computes addresses. None where it is not wanted or not possible: heads and
     sequences must follow each other without gaps, aligned to 16 bytes, in whole blocks of powers of two.
+
+    narrow: heads may also be narrower than a block, to be read alone: what is loaded beyond a head's columns is then the next
+    head's, or zeros where there is none.
     """
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
     aligned = token * t.element_size() % 16 == 0 and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
     dense = element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
-    if not (wanted and aligned and dense and width == padded(width) and seq_len % rows == 0):
+    whole = width == padded(width) or (narrow and width * t.element_size() % 16 == 0)
+    if not (wanted and aligned and dense and whole and seq_len % rows == 0):
         return None
-    return Descriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or width])
+    return Descriptor(t, [batch * seq_len, heads * width], [token, 1], [rows, columns or padded(width)])
 
 
 def skip_options(D: Tensor, n_heads: int) -> dict[str, int | bool]:
@@ -64,10 +72,11 @@ def sequential_chunk_scan(
     columns = min(launch.block_headdim, padded(head_dim))
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3])
     wanted = launch.use_tma
-    tiles = [tma_descriptor(wanted, t, chunk, columns) for t in (x, y)]
+    tiles: list[Any] = [tma_descriptor(wanted, x, chunk, columns, narrow=True)]
     tiles += [tma_descriptor(wanted, t, chunk) for t in (B, C)]
+    tiles.append(y if head_dim % columns else tma_descriptor(wanted, y, chunk, columns))
     use_tma = all(tile is not None for tile in tiles)
-    x_tile, out, b_tile, c_tile = tiles if use_tma else (x, y, B, C)
+    x_tile, b_tile, c_tile, out = tiles if use_tma else (x, B, C, y)
     _sequential_chunk_scan[cdiv(head_dim, columns), n_heads, batch](
         *(x_tile, b_tile, c_tile, D, dA_cumsum, seq_idx, initial_state, out, final_state),
         *(seq_len, dA_cumsum.shape[2], *strides),
@@ -99,10 +108,11 @@ def chunk_scan(
     heads = launch.heads(per_group, batch * dA_cumsum.shape[2] * n_groups, num_sms)
     strides = tuple(s for t in (x, B, C) for s in t.stride()[:3])
     wanted = launch.use_tma and d_state == padded(d_state)
-    tiles = [tma_descriptor(wanted, t, chunk) for t in (x, y)]
-    tiles.append(tma_descriptor(wanted, states.view(1, -1, 1, head_dim), d_state))
+    tiles: list[Any] = [tma_descriptor(wanted, x, chunk, narrow=True)]
+    tiles.append(tma_descriptor(wanted, states.view(1, -1, 1, head_dim), d_state, narrow=True))
+    tiles.append(y if head_dim % padded(head_dim) else tma_descriptor(wanted, y, chunk))
     use_tma = all(tile is not None for tile in tiles)
-    x, out, states = tiles if use_tma else (x, y, states)
+    x, states, out = tiles if use_tma else (x, states, y)
     _chunk_scan[n_groups * cdiv(per_group, heads), dA_cumsum.shape[2], batch](
         *(x, B, C, D, dA_cumsum, seq_idx, states, out),
         *(seq_len, *strides),
@@ -129,6 +139,12 @@ def load_tile(base, t, column, row_stride, n_rows, WIDTH: tl.constexpr):
     """A tile of a matrix whose last dim is contiguous; zeros beyond its rows and its width."""
     at = t[:, None] * row_stride + column[None, :]
     return tl.load(base + at, mask=(t < n_rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def own_columns(tile, p, HEAD_DIM: tl.constexpr):
+    """A tile without what a `narrow` descriptor loads of the next head: where columns are summed, that would count."""
+    return tl.where((p < HEAD_DIM)[None, :], tile, 0.0).to(tile.dtype)
 
 
 @triton.jit
@@ -186,10 +202,12 @@ def _sequential_chunk_scan(
     p = left + tl.arange(0, BLOCK_HEADDIM)
     valid = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
 
+    STORE_TMA: tl.constexpr = USE_TMA and HEAD_DIM % BLOCK_HEADDIM == 0
     if not USE_TMA:
         x += row * x_row + head * x_head
         B += row * B_row + group * B_group
         C += row * C_row + group * C_group
+    if not STORE_TMA:
         y += (row * seq_len * n_heads + head) * HEAD_DIM
     dA_cumsum += (row * n_heads + head) * chunks * (2 * CHUNK)
     if not TOKEN_SKIP:
@@ -233,7 +251,7 @@ def _sequential_chunk_scan(
             out = tl.dot(c_tile, state.to(x_tile.dtype), input_precision=PRECISION) * from_start[:, None]
             out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
             out += skip * x_tile.to(tl.float32)
-        if USE_TMA:
+        if STORE_TMA:
             y.store([at, head * HEAD_DIM + left], out.to(y.dtype))
         else:
             to = (
@@ -264,9 +282,11 @@ def _chunk_scan(
     first = chunk * CHUNK
     q, n, p = tl.arange(0, CHUNK), tl.arange(0, BLOCK_DSTATE), tl.arange(0, BLOCK_HEADDIM)
 
+    STORE_TMA: tl.constexpr = USE_TMA and HEAD_DIM == BLOCK_HEADDIM
     if not USE_TMA:
         x += row * x_row + first.to(tl.int64) * x_token
         states += (row * chunks + chunk) * (N_HEADS * D_STATE * HEAD_DIM)
+    if not STORE_TMA:
         y += (row * seq_len + first) * (N_HEADS * HEAD_DIM)
     dA_cumsum += (row * N_HEADS * chunks + chunk) * (2 * CHUNK)
     tokens = seq_len
@@ -314,7 +334,7 @@ def _chunk_scan(
         out = tl.dot(scores, x_tile, acc=out, input_precision=PRECISION)
         skip = load_skip(D, row, head, N_HEADS, first + q, tokens, HEAD_PARTS, TOKEN_SKIP)
         out += skip * x_tile.to(tl.float32)
-        if USE_TMA:
+        if STORE_TMA:
             y.store([token, head * HEAD_DIM], out.to(y.dtype))
         else:
             to = q[:, None] * (N_HEADS * HEAD_DIM) + head * HEAD_DIM + p[None, :]
