@@ -260,7 +260,9 @@ class Tape:
                 yield f"t{slot} = inputs[{slot}]"
             if slot in pointed:
                 yield f"a{slot} = addresses[{slot}]"
-        scratch = [one for one in steps if isinstance(one, Allocation) and one.slot not in seen and one.nbytes <= SCRATCH]
+        scratch = [
+            one for one in steps if isinstance(one, Allocation) and one.slot not in seen and one.nbytes <= SCRATCH
+        ]
         if scratch:  # in one piece of memory
             offsets = list(itertools.accumulate((-(-one.nbytes // ALIGNED) * ALIGNED for one in scratch), initial=0))
             yield f"scratch = {self._empty((offsets[-1],), (1,), torch.uint8, scratch[0].device)}"
@@ -269,7 +271,7 @@ class Tape:
                 yield f"a{one.slot} = {f'start + {offset}' if one.nbytes else 0}"
         small = {one.slot for one in scratch}
         last = {slot: step for step in steps for slot in step.slots if slot >= inputs and slot not in returned}
-        for number, step in enumerate(steps):
+        for step in steps:
             if step in scratch:
                 continue
             made: list[int] = []

@@ -173,6 +173,7 @@ def test_heads_narrower_than_a_block_may_be_loaded_by_tma(dtype, halves, block, 
     names = (*LOOPS[: 4 if halves else 2], "inter_chunk_bwd", "sequential_scan", "state_passing", "state_passing_bwd")
     launch = replace(launch, **{n: replace(getattr(launch, n), **fetching) for n in names})
     columns = {"block_headdim": block, "block_dstate": 16}
+    assert launch.sequential_scan is not None
     launch = replace(
         launch,
         split_headdim=24,
