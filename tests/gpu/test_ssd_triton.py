@@ -16,12 +16,13 @@ from tests.support import kernels as support
 pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ZAMBA, WIDE, GROUPED, FEW, LIMITED = (
+ZAMBA, WIDE, GROUPED, FEW, LIMITED, NARROW = (
     SSDSpec(80, 64, 128, 1, 256),
     SSDSpec(8, 128, 256, 1, 256),
     SSDSpec(16, 64, 64, 2, 256),
     SSDSpec(4, 24, 40, 1, 64),
     SSDSpec(16, 64, 64, 2, 256, (1e-3, 0.3)),
+    SSDSpec(24, 80, 128, 2, 256),
 )
 SHAPES = {
     "zamba2, whole chunks": (ZAMBA, 1, 2048, False),
@@ -29,6 +30,8 @@ SHAPES = {
     "groups": (GROUPED, 4, 1024, True),
     "wide": (WIDE, 1, 333, True),
     "wide, whole chunks": (WIDE, 2, 512, True),
+    "heads of 80, whole chunks": (NARROW, 2, 1024, True),
+    "heads of 80, ragged": (NARROW, 1, 333, True),
     "odd": (FEW, 3, 65, True),
     "63 tokens": (GROUPED, 1, 63, True),
     "one token": (GROUPED, 2, 1, True),
