@@ -149,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         both()
         launches = None if on_gpu else Compiled.launches - before
         times = {"forward_us": measure(forward, args.calls, on_gpu), "host_us": measure(both, args.calls, on_gpu)}
+        with torch.autograd.set_multithreading_enabled(False):  # PyTorch has a thread for each GPU's backward
+            times["one_thread_us"] = measure(both, args.calls, on_gpu)
         report.add(label, **times, launches_count=launches)
         if args.profile:
             profiler = cProfile.Profile()
