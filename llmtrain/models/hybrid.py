@@ -102,11 +102,6 @@ class HybridLM(nn.Module):
         self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
         self._loss_names = sorted({name for _, part in parts_of(self) for name in part.losses})
-        self._pooling: list[int] = []
-        for _, part in parts_of(self):
-            if part.pooling is not None:
-                part.pool = len(self._pooling)
-                self._pooling.append(part.pooling)
         self.losses: AttachedLosses | None = None
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
@@ -259,7 +254,10 @@ class HybridLM(nn.Module):
     def _losses(self, device: torch.device) -> AttachedLosses | None:
         """Losses that layers attach, the same object for every context on this device; None where there are none."""
         if self._loss_names and (self.losses is None or self.losses.weight.device != device):
-            self.losses = AttachedLosses.named(self._loss_names, device, self._pooling, self.sharers)
+            pooled = {part: part.pooling for _, part in parts_of(self) if part.pooling is not None}
+            self.losses = AttachedLosses.named(self._loss_names, device, list(pooled.values()), self.sharers)
+            for part, counts in zip(pooled, self.losses.counts, strict=True):
+                part.counts = counts
         return self.losses
 
     def prefix_refusal(self) -> str | None:

@@ -39,9 +39,10 @@ class LayerPart(nn.Module, ABC):
     losses: ClassVar[Collection[str]] = ()
     """Names of the losses that `forward` attaches (models/attached_loss.py), logged as loss/train/NAME, summed over the layers."""
     pooling: int | None = None
-    """Width of what the part counts for a loss of all layers together (attach_pooled), where it does; `pool`: the place of its
-    counts among AttachedLosses.counts, which the model sets."""
-    pool: int = 0
+    """Width of what the part counts for a loss of all layers together (attach_pooled), where it does."""
+    counts: Tensor | None = None
+    """Where `forward` writes these counts: its own of AttachedLosses.counts, which the model sets. A place in that list would be
+    a constant of the compiled layer, so that each layer compiled anew."""
     outputs: Collection[str] = ()
     """Names of the linear layers whose outputs, times a number at most, are the part's own: no gradient of the part needs them."""
     kept_products: Collection[str] = ()

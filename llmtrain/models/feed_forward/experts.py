@@ -208,8 +208,9 @@ class Experts(FeedForward):
         if self.pooling is None:
             return attach_loss(y, factor * (share * mean).sum(), losses, "balance")
         layers = len(losses.counts)
+        assert self.counts is not None
         with torch.no_grad():
-            losses.counts[self.pool].copy_(share * section.top_k / layers)
+            self.counts.copy_(share * section.top_k / layers)
         return attach_pooled(y, factor / layers * mean, losses, "balance")
 
     def after_step(self) -> None:

@@ -1,5 +1,6 @@
 """What compile_layers asks of the compiler."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,13 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from llmtrain.kernels import platform
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hybrid import HybridLM
 from llmtrain.train.parallel import _selective, compile_layers
+from tests.support import experts
+from tests.support.models import VOCAB
 
 WIDTH = 1100  # rows of 4,400 bytes, no whole lines of memory
 
@@ -80,3 +87,25 @@ def test_an_operator_reads_what_a_product_wrote():
         compile_layers(model)
         _, (code,) = run_and_get_code(layer.forward, torch.ones(1, 16, 8))
     assert code.count("empty_strided_cpu((") == 1, code  # of the product
+
+
+def test_layers_that_count_their_experts_together_share_one_compilation(monkeypatch):
+    """More of them than a function may have compilations (recompile_limit)."""
+    settings = experts.config(balance={"weight": 0.3, "over": "model"}).model_dump() | {"layers": "a*5 m*5 d"}
+    model = CausalLM(HybridLM(ModelConfig.model_validate(settings), platform.cpu()))
+    model.hybrid.init_weights(seed=1)
+    graphs = []
+
+    def traced(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, **rest: compiled(forward, **rest | {"mode": None}, backend=traced)
+    )
+    compile_layers(model.hybrid)
+    ids = torch.randint(VOCAB, (2, 24))
+    for _ in range(2):
+        model.loss(ids, ids).loss.backward()
+    assert len(graphs) == 3  # one of each kind
