@@ -8,7 +8,6 @@ from torch import Tensor
 
 from llmtrain.generate.options import Sampling
 
-
 LEAST_TEMPERATURE = 1e-30
 """The likeliest token is certain long before."""
 

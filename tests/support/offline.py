@@ -287,7 +287,9 @@ def may_spill(check: Check) -> float:
     three_parts = check.task.arch.startswith("sm") and (check.row.kernel, check.row.shape) == ("attention.dkdv", (224,))
     if single or (three_parts and check.row.variant is None):
         return math.inf
-    return MEASURED_SPILL if check.operation in ("attention", "ssd") and not isinstance(check.row.provenance, str) else 0
+    return (
+        MEASURED_SPILL if check.operation in ("attention", "ssd") and not isinstance(check.row.provenance, str) else 0
+    )
 
 
 def may_serialize(check: Check) -> bool:

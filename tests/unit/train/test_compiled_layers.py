@@ -1,6 +1,5 @@
 """What compile_layers asks of the compiler."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
