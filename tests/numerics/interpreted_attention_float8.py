@@ -142,9 +142,9 @@ def test_rotation_spreads_outliers():
     assert relative_error(found, exact) < 0.8 * relative_error(rounded[0] @ rounded[1].mT, exact)
 
 
-@pytest.mark.parametrize("tiles", [(16, 64), (128, 128), (64, 16)])
-def test_any_tiles_that_divide_a_block(tiles, monkeypatch):
-    monkeypatch.setattr(float8_call, "_INTERPRETED", Launch(*tiles, 4, 1, dv_first=True))
+@pytest.mark.parametrize("block_m, block_n", [(16, 64), (128, 128), (64, 16)])
+def test_any_tiles_that_divide_a_block(block_m, block_n, monkeypatch):
+    monkeypatch.setattr(float8_call, "_INTERPRETED", Launch(block_m, block_n, 4, 1, dv_first=True))
     found = errors(SPECS["window"], drawn(SPECS["window"], 150))
     assert all(error < bound for error, bound in zip(found, BOUNDS, strict=True)), found
 
