@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lengths", nargs="+", type=positive, default=[64, 128, 256, 512])
     parser.add_argument("--steps", type=positive, default=1500)
-    parser.add_argument("--seconds", type=number, default=50.0, help="of each model at most, behind a step of each length")
+    parser.add_argument(
+        "--seconds", type=number, default=50.0, help="of each model at most, behind a step of each length"
+    )
     parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--lr", type=number, default=2e-3)
     parser.add_argument("--backend", choices=("auto", "reference"), default="auto", help="of the kernels, all in fp32")
