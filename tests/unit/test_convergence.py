@@ -32,6 +32,25 @@ def test_each_model_is_drawn_over_tokens_and_seconds(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_loads_of_a_mixture_are_kept_in_some_steps_and_drawn(tmp_path):
+    layers, experts, steps = 3, 12, 130
+    shares = {
+        f"blocks.{layer}.mlp/load_{expert}": (expert + 1) / 78 if layer == 2 else 1 / 12
+        for layer in range(layers)
+        for expert in range(experts)
+    }
+    rows = [{"step": i + 1, "blocks.0.mlp/load_max": 9.0, **shares} for i in range(steps)]
+    found = convergence.loads(rows)
+    assert found["load_steps"] == list(range(1, steps + 1, 2))
+    even, of_third = [1.0] * experts, [round(12 * (expert + 1) / 78, 3) for expert in range(experts)]
+    assert found["loads"] == [[even, even, of_third]] * 65
+    assert convergence.loads([{"step": 1}]) == {}
+    convergence.plot({"dense": ONE}, tmp_path / "one.png")
+    convergence.plot({"mixture": ONE | found, "dense": ONE}, tmp_path / "two.png")
+    one, two = ((tmp_path / f"{name}.png").read_bytes()[16:24] for name in ("one", "two"))
+    assert one[:4] == two[:4] and int.from_bytes(two[4:]) == 2 * int.from_bytes(one[4:])
+
+
 def test_steps_that_compile_or_are_interrupted_count_as_usual_ones():
     seconds = [30.0, 2.0, 9.0, 0.4, 0.5, 0.6]
     rows = [{"step": i + 1, convergence.LOSS: 9.0 - i, convergence.SECONDS: seconds[i]} for i in range(len(seconds))]

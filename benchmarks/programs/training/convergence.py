@@ -8,12 +8,13 @@ Each FILE, a run's YAML, under a name of its own where it comes in several setti
 its own on the text in --sources (default: Python's standard library) with a tokenizer trained on it. All start and compile beside
 each other, then stop (SIGSTOP, on POSIX alone) and go on one after another for so many seconds of steps (or --steps, if these are
 done sooner), the others standing still; or all go on beside each other (--beside), where only the loss over tokens counts. FOLDER
-gets convergence.json, rewritten after each model, and convergence.png. A model that fails does not end the others; the exit status
-is then 1. SIGTERM ends all; what the model in training has reached is kept.
+gets convergence.json, rewritten after each model, and convergence.png, of mixtures with the loads of their experts. A model that
+fails does not end the others; the exit status is then 1. SIGTERM ends all; what the model in training has reached is kept.
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ COMPILING = 3
 """Steps that compile. Their time, and that of steps that were interrupted, is taken to be that of a median step."""
 VOCAB = 16_384
 LOSS, SECONDS = "loss/train/cross_entropy", "throughput/step_seconds"
+LOAD, LOADS = re.compile(r"blocks\.(\d+)\.mlp/load_(\d+)"), 60
+"""Metric of the share of an expert's tokens, and the number of steps whose loads are kept."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,7 +198,17 @@ class Run:
 
         rows, parameters = self.rows(), count_parameters(meta_model(self.config.model)).total
         rows = [row for row in rows if row["step"] <= steps]
-        return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": parameters}
+        return curve(rows, self.uncounted, self.config.tokens_per_step) | {"parameters": parameters} | loads(rows)
+
+
+def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Loads of the experts of each layer, [layer][expert], over that of a balanced one, in some of these steps; nothing of a model
+    without mixtures."""
+    names = sorted((int(at[1]), int(at[2]), name) for name in rows[-1] if (at := LOAD.fullmatch(name)))
+    of_layers = [[name for of, _, name in names if of == layer] for layer in sorted({layer for layer, *_ in names})]
+    some = [row for row in rows[:: max(len(rows) // LOADS, 1)] if all(name in row for *_, name in names)]
+    found = [[[round(row[name] * len(one), 3) for name in one] for one in of_layers] for row in some]
+    return {"loads": found, "load_steps": [row["step"] for row in some]} if names else {}
 
 
 def curve(rows: Sequence[dict[str, Any]], uncounted: int, tokens_per_step: int) -> dict[str, Any]:
@@ -255,7 +268,11 @@ def _smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
 
 def plot(found: dict[str, Any], file: Path) -> None:
     """Loss over tokens and over seconds of training, smoothed."""
-    with picture(file, 1, 2, size=(9, 3.6), sharey=True) as axes:
+    mixtures = {name: one for name, one in found.items() if "loads" in one}
+    with picture(
+        file, 1 + len(mixtures), 2, size=(9, 3.6 * (1 + len(mixtures))), sharey="row", squeeze=False
+    ) as all_axes:
+        axes = all_axes[0]
         for name, one in found.items():
             label = f"{name}: {one['parameters'] / 1e6:.0f}M, {one['tokens_per_second'] / 1e3:,.0f}k tokens/s"
             axes[0].plot([n / 1e6 for n in one["tokens"]], _smoothed(one["loss"]), label=label)
@@ -264,3 +281,20 @@ def plot(found: dict[str, Any], file: Path) -> None:
         axes[0].set(xlabel="million tokens", ylabel="training loss, nats per token", ylim=(lowest - 0.1, lowest + 2.5))
         axes[1].set_xlabel("seconds of training")
         axes[0].legend(fontsize=7)
+        for of, (name, one) in zip(all_axes[1:], mixtures.items(), strict=True):
+            _plot_loads(name, one["load_steps"], one["loads"], of)
+
+
+def _plot_loads(name: str, steps: Sequence[int], found: Sequence[Sequence[Sequence[float]]], axes: Any) -> None:
+    """Largest and smallest load of each layer, and all of the middle layer's: loads by step, layer, expert."""
+    layers = len(found[0])
+    for layer in range(layers):
+        for pick, colour in ((max, "C3"), (min, "C0")):
+            label = f"{pick.__name__} of each layer" if layer == 0 else None
+            axes[0].plot(steps, [pick(one[layer]) for one in found], colour, alpha=0.4, lw=0.8, label=label)
+    axes[1].plot(steps, [one[layers // 2] for one in found], lw=0.8)
+    axes[0].set(
+        xlabel="steps", ylabel="load of an expert, over the balanced one", yscale="log", title=f"{name}: extremes"
+    )
+    axes[1].set(xlabel="steps", title=f"{name}: each expert of layer {layers // 2}")
+    axes[0].legend(fontsize=7)
