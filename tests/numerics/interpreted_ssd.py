@@ -293,6 +293,26 @@ def test_documents_with_states_in_fp16(halves, limits, use_tma):
     support.assert_scans_agree(ours, expected, 1e-3)
 
 
+@pytest.mark.parametrize("size", [1.0, 2.0**-4])
+@both_tiles
+def test_tokens_that_nothing_asks_of_or_that_add_nothing_are_finite_with_states_in_fp16(halves, size):
+    """As padding after the last document: whole chunks whose gradients are zero, others whose x is; B and C of any size."""
+    spec = SSDSpec(2, 16, 24, 1, 64, dtype="float16")
+    tensors = support.scan_inputs(spec, 1, 96, torch.float16)
+    tensors[0][:, :32] = 0
+    tensors[3], tensors[4] = tensors[3] * size, tensors[4] * size
+    launch = replace(small(spec, halves=halves, num_sms=1000), fp16_states=True)
+
+    def asked(kernel: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        names = [name for name in support.SCAN if name != "final state"]
+        found = support.outcome(lambda *t: kernel(*t)[0][:, :64], tensors, dtype)
+        return dict(zip(names, found, strict=False))
+
+    ours, expected = asked(TritonSSD(spec, launch), None), asked(ReferenceSSD(spec), torch.float64)
+    assert all(gradient.isfinite().all() for gradient in ours.values())
+    support.assert_scans_agree(ours, expected, 1e-3)
+
+
 @pytest.mark.parametrize(
     "rate, bias", [(-50.0, 3.0), pytest.param(-1e-6, -3.0, marks=pytest.mark.ci), (-1e-30, 60.0), (-16.0, 60.0)]
 )

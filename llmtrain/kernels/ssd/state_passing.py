@@ -296,8 +296,10 @@ def _pass_states(
                 v_exponent,
                 mask=top == 0,
             )
-            # At least so large that a state of this size, divided by the same power, does not overflow.
-            v_exponent = tl.maximum(v_exponent, exponent_of(bound) - k_exponent - dt_exponent - 60.0)
+            # At least so large that a state of this size, divided by the same power, does not overflow, nor the power of a state
+            # that is zero.
+            least = tl.maximum(exponent_of(bound) - 60.0, -120.0)
+            v_exponent = tl.maximum(v_exponent, least - k_exponent - dt_exponent)
             v_fp16, product_exponent = (
                 (v * weight[:, None] * tl.exp2(-v_exponent)).to(tl.float16),
                 v_exponent + k_exponent + dt_exponent,
