@@ -7,7 +7,7 @@ from llmtrain.kernels import platform, tuning
 from llmtrain.kernels.attention.measured import OURS
 from llmtrain.kernels.attention.triton_select import GROUPED
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.tuning_table import KERNELS
+from llmtrain.kernels.tuning_table import KERNELS, searched
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
 from llmtrain.train.machine import missing_units
@@ -73,7 +73,7 @@ def _reason(one: Chosen, here: Platform) -> str:
 def launches(one: Chosen, here: Platform) -> str:
     """Provenance of the launch parameters of our kernel, from the rows that it is launched by."""
     operation, spec, _ = one.kernel
-    kernels = [kernel for kernel in KERNELS if kernel.partition(".")[0] == operation]
+    kernels = searched(operation)
     if not kernels:
         return "ours"
     rows = [

@@ -29,10 +29,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @plain_dataclass(frozen=True)
 class Kernel:
-    """Kind of a kernel's rows. shape: names of its sizes; launch: the dataclass of its parameters."""
+    """Kind of a kernel's rows. shape: names of its sizes; launch: the dataclass of its parameters; searched: by `llmtrain bench
+    tune` of its operation."""
 
     shape: tuple[str, ...]
     launch: type[Options]
+    searched: bool = True
 
 
 KERNELS: dict[str, Kernel] = {
@@ -40,11 +42,11 @@ KERNELS: dict[str, Kernel] = {
     "attention.dq": Kernel(("head_dim",), attention.Launch),
     "attention.dkdv": Kernel(("head_dim",), attention.Launch),
     # In place of dq and dkdv, for the very shapes and variants that have a row.
-    "attention.dscores": Kernel(("head_dim",), attention.StoredLaunch),
+    "attention.dscores": Kernel(("head_dim",), attention.StoredLaunch, searched=False),
     # Of products in float8; dtype: of queries, keys and values.
-    "attention.float8_forward": Kernel(("head_dim",), attention.Launch),
-    "attention.float8_dq": Kernel(("head_dim",), attention.Launch),
-    "attention.float8_dkdv": Kernel(("head_dim",), attention.Launch),
+    "attention.float8_forward": Kernel(("head_dim",), attention.Launch, searched=False),
+    "attention.float8_dq": Kernel(("head_dim",), attention.Launch, searched=False),
+    "attention.float8_dkdv": Kernel(("head_dim",), attention.Launch, searched=False),
     # All kernels of a scan: they share chunks of one size.
     "ssd": Kernel(("head_dim", "d_state"), ssd.Launch),
     # Channels are in no key: a program does the same for any number of them.
@@ -310,3 +312,8 @@ def dump_row(row: Row) -> str:
     }
     lines = [f"{name}: {flow(value)}\n" for name, value in fields.items() if value is not None]
     return "- " + "  ".join(lines)
+
+
+def searched(operation: str) -> list[str]:
+    """The kernels of an operation whose launches `llmtrain bench tune` finds."""
+    return [name for name, kernel in KERNELS.items() if name.partition(".")[0] == operation and kernel.searched]

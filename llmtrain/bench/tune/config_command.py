@@ -14,7 +14,7 @@ from llmtrain.kernels.attention import measured
 from llmtrain.kernels.attention.measured import OURS
 from llmtrain.kernels.operation import Shape
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.tuning_table import KERNELS, Row
+from llmtrain.kernels.tuning_table import KERNELS, Row, searched
 from llmtrain.models.backends import Chosen, chosen
 from llmtrain.schema.config import Config
 
@@ -131,9 +131,7 @@ def _tuned(item: Item, rows: list[Row], here: Platform) -> bool:
             for row in rows
         )
 
-    # attention.dscores is not tuned: its row says from which length on it takes the place of dq and dkdv.
-    kernels = [k for k in KERNELS if k.partition(".")[0] == item.operation and k != "attention.dscores"]
-    return all(has(kernel) for kernel in kernels)
+    return all(has(kernel) for kernel in searched(item.operation))
 
 
 def _tune(args: argparse.Namespace, item: Item, here: Platform, file: Path, cells: Path) -> None:
