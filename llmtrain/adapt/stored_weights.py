@@ -60,8 +60,9 @@ class EightBitLinear(StoredLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         codes, scales, _ = self.stored
-        few = self.few_rows is not None and x.shape[:-1].numel() <= MAX_ROWS
-        return (self.few_rows if few else reference.weight_only_linear)(x, codes, scales)  # type: ignore[misc]
+        if self.few_rows is not None and x.shape[:-1].numel() <= MAX_ROWS:
+            return self.few_rows(x, codes, scales)
+        return reference.weight_only_linear(x, codes, scales)
 
 
 @torch.no_grad()
