@@ -58,7 +58,7 @@ def shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_of_no_run() -> Iterator[None]:
-    """A run in this process sets RANK, MASTER_PORT and the like, and joins a process group: the next file's tests begin without."""
+    """A run in this process sets RANK, MASTER_PORT and the like, joins a process group and compiles: the next file's tests begin without."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -66,6 +66,8 @@ def process_of_no_run() -> Iterator[None]:
     os.environ.update(before)
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         sys.modules["torch.distributed"].destroy_process_group()
+    if "torch._dynamo" in sys.modules:  # it keeps eight compilations of a function, over all the files of a worker
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture(scope="module")
