@@ -58,7 +58,7 @@ def shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_of_no_run() -> Iterator[None]:
-    """A run in this process sets RANK, MASTER_PORT and the like, joins a process group and compiles: the next file's tests begin without."""
+    """A run in this process sets RANK and the like, joins a process group and compiles: the next file's tests begin without."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
