@@ -45,13 +45,131 @@ class AttentionContext:
     segments: ContextParallelRanks | None = None
 
 
-class Attention(Mixer):
+class KernelAttention(Mixer):
+    """The base of mixers by an attention kernel: its choice, its contexts for whole sequences, for segments and for requests that
+    share a prefix, and its costs. rope_dim: width of the rotary tables."""
+
+    outputs = ("wo",)
+    context_type: type[AttentionContext] = AttentionContext
+    rope_dim: int
+
+    def __init__(
+        self,
+        block: Any,
+        config: ModelConfig,
+        platform: Platform,
+        dtype: torch.dtype,
+        documents: bool,
+        spec: AttentionSpec,
+    ):
+        super().__init__(block, config, platform, dtype, documents)
+        self.block, self.platform, self.max_seq_len = block, platform, config.max_seq_len
+        self._choose(spec)
+        self.segment_backend = self.segment_kernel = None
+        self.rotary = block.position if block.position.type == "rotary" else None
+
+    def _choose(self, spec: AttentionSpec) -> None:
+        self.spec, short = spec, spec.within(self.max_seq_len)
+        self.backend = registry.resolve("attention", self.block.backend, short, self.platform, self.max_seq_len)
+        self.kernel = self.backend.build(short, self.platform)
+
+    def _choose_rotation(self, width: int) -> None:
+        rotary = RotarySpec(width, self.spec.dtype)
+        self.rotate, self.rotate_uncompiled = (
+            registry.resolve_beside("rotary", name, rotary, self.platform).build(rotary, self.platform)
+            for name in (self.block.backend, "triton")
+        )
+
+    def _longer_kernel(self) -> Any:
+        """Kernel of sequences beyond max_seq_len, where the window begins to hide something."""
+        backend = registry.resolve("attention", self.block.backend, self.spec, self.platform)
+        return backend.build(self.spec, self.platform)
+
+    @property
+    def context_key(self) -> tuple:
+        return (self.backend.name, self.spec, self.rotary)
+
+    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> AttentionContext:
+        rotary, whole = self._tables(torch.arange(seq_len, device=device)), self.spec.within(self.max_seq_len)
+        if whole != self.spec and whole != self.spec.within(seq_len):
+            kernel = self._longer_kernel()
+            context = kernel.prepare(seq_len, device, document_ids)
+            return self.context_type(rotary, None, lambda q, k, v, *sinks: kernel(q, k, v, context, *sinks))
+        return self.context_type(rotary, self.kernel.prepare(seq_len, device, document_ids))
+
+    def enable_segments(self) -> None:
+        spec = replace(self.spec, lower_right=True)
+        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
+        self.segment_kernel = self.segment_backend.build(spec, self.platform)
+
+    def segment_context(
+        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
+    ) -> AttentionContext:
+        assert self.segment_kernel is not None
+        contexts, length = [], seq_len // segments.count
+        for begin in (at * length for at in segments.own):
+            keys = slice(max(begin - self._reach(seq_len), 0), begin + length)
+            ids = None if document_ids is None else document_ids[:, keys]
+            contexts.append(self.segment_kernel.prepare(keys.stop - keys.start, device, ids, queries=length))
+        return self.context_type(self._tables(segments.positions(seq_len, device)), contexts, segments=segments)
+
+    def _reach(self, seq_len: int) -> int:
+        """Tokens before a segment that it sees."""
+        return seq_len if self.spec.sliding_window is None else self.spec.sliding_window - 1
+
+    def _attend_segments(
+        self,
+        q: Tensor,
+        kept: Tensor,
+        keys_values: Callable[[Tensor], Any],
+        sinks: list[Tensor],
+        context: AttentionContext,
+    ) -> Tensor:
+        """Attention of this rank's queries to the tokens of all ranks that they see.
+
+        kept: [batch, T, …], what ranks give each other, of which `keys_values` makes keys and values.
+        """
+        segments = context.segments
+        assert self.segment_kernel is not None and segments is not None
+        seen = segments.with_before(kept, self._reach(q.shape[1] * segments.size))
+        queries = q.unflatten(1, (2, -1)).unbind(1)
+        out = [
+            self.segment_kernel(query, *keys_values(some), one, *sinks)
+            for query, some, one in zip(queries, seen, context.kernel, strict=True)
+        ]
+        return torch.cat(out, dim=1)
+
+    def prefix_refusal(self) -> str | None:
+        return prefix_tree.refusal(self.spec, self.platform)
+
+    def prefix_context(self, tree: PrefixTree) -> AttentionContext | None:
+        from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
+
+        attend = partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree)
+        return self.context_type(self.tables_at(tree.cached, tree.positions), None, attend)
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.rotary and rotary_tables(positions, self.rope_dim, self.rotary)
+
+    def tables_at(self, memoize: Callable, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rotary tables for positions [batch, T], made once for all layers that are alike (`memoize`)."""
+        return self.rotary and memoize((self.rotary, self.rope_dim), lambda: self._tables(positions))
+
+    def kernel_flops(self, seq_len: int, causal: bool) -> Flops:
+        return Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))
+
+    def saved_ops(self) -> set[str]:
+        return set((self.segment_backend or self.backend).saved_ops)
+
+    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
+        return Work(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
+
+
+class Attention(KernelAttention):
     """x: [batch, T, block.input_width(d_model)] -> [batch, T, d_model].
 
     residual: the output goes straight to the residual stream (a shared block's does not).
     """
-
-    outputs = ("wo",)
 
     def __init__(
         self,
@@ -62,19 +180,11 @@ class Attention(Mixer):
         documents: bool = False,
         residual: bool = True,
     ):
-        super().__init__(block, config, platform, dtype, documents)
-        self.block, self.platform = block, platform
-        self.max_seq_len = config.max_seq_len
-        self._choose(block.spec(config.d_model, str(dtype).removeprefix("torch."), documents))
-        self.segment_backend = self.segment_kernel = None
-        self.rotary = block.position if block.position.type == "rotary" else None
-        self.rotated = self.rotary.width(self.spec.head_dim) if self.rotary else self.spec.head_dim
-        rotary = RotarySpec(self.rotated, self.spec.dtype)
-        self.rotate, self.rotate_uncompiled = (
-            registry.resolve_beside("rotary", name, rotary, platform).build(rotary, platform)
-            for name in (block.backend, "triton")
-        )
-
+        spec = block.spec(config.d_model, str(dtype).removeprefix("torch."), documents)
+        super().__init__(block, config, platform, dtype, documents, spec)
+        self.rope_dim = spec.head_dim
+        self.rotated = self.rotary.width(spec.head_dim) if self.rotary else spec.head_dim
+        self._choose_rotation(self.rotated)
         d_head = self.spec.head_dim
         self.widths = [block.n_heads * d_head, block.kv_heads * d_head, block.kv_heads * d_head]
         if block.output_gate:
@@ -91,16 +201,6 @@ class Attention(Mixer):
 
     def init_rules(self, scale: InitScale) -> dict[str, Rule]:
         return {} if self.sinks is None else {"sinks": constant(0.0)}
-
-    def _choose(self, spec: AttentionSpec) -> None:
-        self.spec, short = spec, spec.within(self.max_seq_len)
-        self.backend = registry.resolve("attention", self.block.backend, short, self.platform, self.max_seq_len)
-        self.kernel = self.backend.build(short, self.platform)
-
-    def _longer_kernel(self) -> Any:
-        """Kernel of sequences beyond max_seq_len, where the window begins to hide something."""
-        backend = registry.resolve("attention", self.block.backend, self.spec, self.platform)
-        return backend.build(self.spec, self.platform)
 
     def split(self, ranks: TensorRanks) -> None:
         """Compute with this rank's heads. With fewer heads of keys and values than ranks, several ranks have the same one."""
@@ -122,79 +222,11 @@ class Attention(Mixer):
         """Heads of queries, and of keys and values, as they stand in a projection."""
         return tuple(Part(n, self.spec.head_dim) for n in (self.spec.n_heads, self.spec.n_kv_heads))  # type: ignore[return-value]
 
-    @property
-    def context_key(self) -> tuple:
-        return (self.backend.name, self.spec, self.rotary)
-
-    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> AttentionContext:
-        rotary = None
-        if self.rotary is not None:
-            rotary = rotary_tables(torch.arange(seq_len, device=device), self.spec.head_dim, self.rotary)
-        whole = self.spec.within(self.max_seq_len)
-        if whole != self.spec and whole != self.spec.within(seq_len):
-            kernel = self._longer_kernel()
-            context = kernel.prepare(seq_len, device, document_ids)
-            return AttentionContext(rotary, None, lambda q, k, v, *sinks: kernel(q, k, v, context, *sinks))
-        return AttentionContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
-
-    def enable_segments(self) -> None:
-        spec = replace(self.spec, lower_right=True)
-        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
-        self.segment_kernel = self.segment_backend.build(spec, self.platform)
-
-    def segment_context(
-        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
-    ) -> AttentionContext:
-        assert self.segment_kernel is not None
-        rotary, contexts = None, []
-        if self.rotary is not None:
-            rotary = rotary_tables(segments.positions(seq_len, device), self.spec.head_dim, self.rotary)
-        length = seq_len // segments.count
-        for begin in (at * length for at in segments.own):
-            keys = slice(max(begin - self._reach(seq_len), 0), begin + length)
-            ids = None if document_ids is None else document_ids[:, keys]
-            contexts.append(self.segment_kernel.prepare(keys.stop - keys.start, device, ids, queries=length))
-        return AttentionContext(rotary, contexts, segments=segments)
-
-    def _reach(self, seq_len: int) -> int:
-        """Tokens before a segment that it sees."""
-        return seq_len if self.spec.sliding_window is None else self.spec.sliding_window - 1
-
-    def _attend_segments(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: list[Tensor], segments: ContextParallelRanks, contexts: list[Any]
-    ) -> Tensor:
-        """Attention of this rank's queries to the keys and values of all ranks that they see; shapes as the kernel's."""
-        assert self.segment_kernel is not None
-        if self.overlaps_segments:
-            return segment_attention(self.segment_kernel, segments, q, k, v, *sinks)
-        reach = self._reach(q.shape[1] * segments.size)
-        keys_values = segments.with_before(torch.cat((k, v), dim=-2), reach)  # gathered together
-        queries = q.unflatten(1, (2, -1)).unbind(1)
-        out = [
-            self.segment_kernel(query, *kv.chunk(2, dim=-2), context, *sinks)
-            for query, kv, context in zip(queries, keys_values, contexts, strict=True)
-        ]
-        return torch.cat(out, dim=1)
-
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> AttentionCache:
         shape = (batch, self.spec.n_kv_heads, capacity, self.spec.head_dim)
         k, v = (torch.zeros(shape, dtype=getattr(torch, self.spec.dtype), device=device) for _ in "kv")
         step = registry.resolve("attention_step", "auto", self.spec, self.platform).build(self.spec, self.platform)
         return AttentionCache(self, k, v, step, MaskedAttention(self.spec, self.platform))
-
-    def prefix_refusal(self) -> str | None:
-        return prefix_tree.refusal(self.spec, self.platform)
-
-    def prefix_context(self, tree: PrefixTree) -> AttentionContext:
-        from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
-
-        attend = partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree)
-        return AttentionContext(self.tables_at(tree.cached, tree.positions), None, attend)
-
-    def tables_at(self, memoize: Callable, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rotary tables for positions [batch, T], made once for all layers that are alike (`memoize`)."""
-        rotary, head_dim = self.rotary, self.spec.head_dim
-        return rotary and memoize((rotary, head_dim), lambda: rotary_tables(positions, head_dim, rotary))
 
     def forward(self, x: Tensor, context: AttentionContext, changes: Mapping[str, Change] = NO_CHANGES) -> Tensor:
         """changes: to the linear layers, by name, where this is one use of a shared mixer."""
@@ -211,7 +243,11 @@ class Attention(Mixer):
                 q, k = torch.cat((q, q_rest), dim=-1), torch.cat((k, k_rest), dim=-1)
         sinks: list[Tensor] = [] if self.sinks is None else [self.sinks]
         if context.segments is not None:
-            out = self._attend_segments(q, k, v, sinks, context.segments, context.kernel)
+            if isinstance(self.segment_kernel, SuffixAttention):
+                out = segment_attention(self.segment_kernel, context.segments, q, k, v, *sinks)
+            else:
+                together = torch.cat((k, v), dim=-2)  # gathered together
+                out = self._attend_segments(q, together, lambda kv: kv.chunk(2, dim=-2), sinks, context)
         elif context.attend is not None:
             out = context.attend(q, k, v, *sinks)
         else:
@@ -236,20 +272,15 @@ class Attention(Mixer):
         return q, k, v, *gate
 
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
-        kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))
-        return self.wqkv.flops(seq_len) + kernel + self.wo.flops(seq_len)
+        return self.wqkv.flops(seq_len) + self.kernel_flops(seq_len, causal) + self.wo.flops(seq_len)
 
     def saved_ops(self) -> set[str]:
-        own = set((self.segment_backend or self.backend).saved_ops)
-        return own | {OPERATOR} if self.overlaps_segments else own
+        return super().saved_ops() | ({OPERATOR} if self.overlaps_segments else set())
 
     @property
     def overlaps_segments(self) -> bool:
         """True if keys and values of ranks that share sequences travel beside the work on this rank's own."""
         return isinstance(self.segment_kernel, SuffixAttention)
-
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        return Work(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
 
 
 @dataclass

@@ -16,42 +16,31 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import registry
-from llmtrain.kernels.attention import prefix_tree
 from llmtrain.kernels.attention.masked import MaskedAttention
-from llmtrain.kernels.attention.prefix_tree import PrefixTree
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import Platform
-from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.costs import Flops, Work
-from llmtrain.models.layers import Linear, Norm, rotary_tables
-from llmtrain.models.mixers.base import Mixer, MixerCache
+from llmtrain.models.costs import Flops
+from llmtrain.models.layers import Linear, Norm
+from llmtrain.models.mixers.attention import AttentionContext, KernelAttention
+from llmtrain.models.mixers.base import MixerCache
 from llmtrain.models.mixers.span import Span
 from llmtrain.models.sections.latent_attention import LatentAttentionBlock
 from llmtrain.models.sections.layers import NormConfig
-from llmtrain.models.segments import ContextParallelRanks
 from llmtrain.models.tensor_parallel import Part, TensorRanks
 
 
 @dataclass
-class LatentContext:
-    """Rotary tables, and the kernel's own context.
+class LatentContext(AttentionContext):
+    """read: takes the kernel's place where there is a cache, a function of q and latents."""
 
-    attend: takes the kernel's place in a prefix tree, a function of q, k and v. read: takes its place where there is a cache, a
-    function of q and latents. segments: of sequences that ranks share; `kernel` is then a list, of one context per segment.
-    """
-
-    rotary: tuple[Tensor, Tensor] | None
-    kernel: Any = None
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     read: Callable[[Tensor, Tensor], Tensor] | None = None
-    segments: ContextParallelRanks | None = None
 
 
-class LatentAttention(Mixer):
+class LatentAttention(KernelAttention):
     """x: [batch, T, d_model] -> [batch, T, d_model]."""
 
-    outputs = ("wo",)
+    context_type = LatentContext
 
     def __init__(
         self,
@@ -61,17 +50,10 @@ class LatentAttention(Mixer):
         dtype: torch.dtype,
         documents: bool = False,
     ):
-        super().__init__(block, config, platform, dtype, documents)
-        self.block, self.platform, d_model = block, platform, config.d_model
-        self.max_seq_len = config.max_seq_len
-        self._choose(block.spec(str(dtype).removeprefix("torch."), documents))
-        self.segment_backend = self.segment_kernel = None
-        self.rotary = block.position if block.position.type == "rotary" else None
-        rotary = RotarySpec(block.rope_dim, self.spec.dtype)
-        self.rotate, self.rotate_uncompiled = (
-            registry.resolve_beside("rotary", name, rotary, platform).build(rotary, platform)
-            for name in (block.backend, "triton")
-        )
+        spec, d_model = block.spec(str(dtype).removeprefix("torch."), documents), config.d_model
+        super().__init__(block, config, platform, dtype, documents, spec)
+        self.rope_dim = block.rope_dim
+        self._choose_rotation(block.rope_dim)
         norm = NormConfig(type="rmsnorm", eps=block.latent_eps)
         queries = block.n_heads * block.head_dim
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
@@ -86,11 +68,6 @@ class LatentAttention(Mixer):
         self.kv_norm = Norm(block.kv_rank, norm)
         self.wkv_b = Linear(block.kv_rank, block.n_heads * (block.nope_dim + block.value_dim))
         self.wo = Linear(block.n_heads * block.value_dim, d_model, block.out_bias, residual=True)
-
-    def _choose(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
-        self.kernel = self.backend.build(spec, self.platform)
 
     def split(self, ranks: TensorRanks) -> None:
         """Compute with this rank's heads; latents are made on every rank."""
@@ -109,51 +86,11 @@ class LatentAttention(Mixer):
         block = self.block
         return replace(self.spec, n_kv_heads=1, head_dim=block.latent_dim, value_dim=block.kv_rank, documents=False)
 
-    @property
-    def context_key(self) -> tuple:
-        return (self.backend.name, self.spec, self.rotary)
-
-    def prepare(self, seq_len: int, device: torch.device, document_ids: Tensor | None) -> LatentContext:
-        rotary = self._tables(torch.arange(seq_len, device=device))
-        return LatentContext(rotary, self.kernel.prepare(seq_len, device, document_ids))
-
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.rotary and rotary_tables(positions, self.block.rope_dim, self.rotary)
-
-    def enable_segments(self) -> None:
-        spec = replace(self.spec, lower_right=True)
-        self.segment_backend = registry.resolve("attention", self.block.backend, spec, self.platform, self.max_seq_len)
-        self.segment_kernel = self.segment_backend.build(spec, self.platform)
-
-    def segment_context(
-        self, segments: ContextParallelRanks, seq_len: int, device: torch.device, document_ids: Tensor | None
-    ) -> LatentContext:
-        assert self.segment_kernel is not None
-        rotary, contexts = self._tables(segments.positions(seq_len, device)), []
-        length = seq_len // segments.count
-        for end in ((at + 1) * length for at in segments.own):
-            ids = None if document_ids is None else document_ids[:, :end]
-            contexts.append(self.segment_kernel.prepare(end, device, ids, queries=length))
-        return LatentContext(rotary, contexts, segments=segments)
-
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> LatentCache:
         spec = self.absorbed
         latents = torch.zeros(batch, 1, capacity, spec.head_dim, dtype=getattr(torch, spec.dtype), device=device)
         step = registry.resolve("attention_step", "auto", spec, self.platform).build(spec, self.platform)
         return LatentCache(self, latents, step, MaskedAttention(spec, self.platform))
-
-    def prefix_refusal(self) -> str | None:
-        return prefix_tree.refusal(self.spec, self.platform)
-
-    def prefix_context(self, tree: PrefixTree) -> LatentContext:
-        from llmtrain.kernels.attention.prefix_tree_triton import prefix_tree_attention
-
-        attend = partial(prefix_tree_attention, spec=self.spec, vendor=self.platform.vendor, tree=tree)
-        return LatentContext(self.tables_at(tree.cached, tree.positions), attend=attend)
-
-    def tables_at(self, memoize: Callable, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rotary tables for positions [batch, T], made once for all layers that are alike (`memoize`)."""
-        return self.rotary and memoize((self.rotary, self.block.rope_dim), lambda: self._tables(positions))
 
     def forward(self, x: Tensor, context: LatentContext) -> Tensor:
         x = x if self.ranks is None else self.ranks.enter(x)
@@ -169,7 +106,7 @@ class LatentAttention(Mixer):
         if context.read is not None:
             out = context.read(q, latents)
         elif context.segments is not None:
-            out = self._attend_segments(q, latents, context.segments, context.kernel)
+            out = self._attend_segments(q, latents, self.expanded, [], context)
         else:
             k, v = self.expanded(latents)
             out = self.kernel(q, k, v, context.kernel) if context.attend is None else context.attend(q, k, v)
@@ -208,29 +145,10 @@ class LatentAttention(Mixer):
             weight = self.wkv_b(torch.eye(block.kv_rank, dtype=self.kv_norm.weight.dtype, device=weight.device)).mT
         return weight.unflatten(0, (-1, block.nope_dim + block.value_dim)).split([block.nope_dim, block.value_dim], 1)
 
-    def _attend_segments(
-        self, q: Tensor, latents: Tensor, segments: ContextParallelRanks, contexts: list[Any]
-    ) -> Tensor:
-        """Attention of this rank's queries to the latents of all ranks that they see."""
-        assert self.segment_kernel is not None
-        seen = segments.with_before(latents, q.shape[1] * segments.size)
-        queries = q.unflatten(1, (2, -1)).unbind(1)
-        out = [
-            self.segment_kernel(query, *self.expanded(some), context)
-            for query, some, context in zip(queries, seen, contexts, strict=True)
-        ]
-        return torch.cat(out, dim=1)
-
     def flops(self, seq_len: int, causal: bool = False) -> Flops:
         linears = (self.wq, self.wq_a, self.wq_b, self.wkv_a, self.wkv_b, self.wo)
-        kernel = Flops.between_activations(Work(attention=self.spec.flops(seq_len, causal)))
-        return sum((linear.flops(seq_len) for linear in linears if linear is not None), kernel)
-
-    def saved_ops(self) -> set[str]:
-        return set((self.segment_backend or self.backend).saved_ops)
-
-    def saved_flops(self, seq_len: int, causal: bool = False) -> Work:
-        return Work(attention=self.spec.flops(seq_len, causal) if self.saved_ops() else 0)
+        products = (linear.flops(seq_len) for linear in linears if linear is not None)
+        return sum(products, self.kernel_flops(seq_len, causal))
 
 
 @dataclass
@@ -246,7 +164,7 @@ class LatentCache(MixerCache):
 
     def context(self, span: Span) -> LatentContext:
         rotary = self.mixer.tables_at(span.memoize, span.positions)
-        return LatentContext(rotary, read=partial(self.read, span=span))
+        return LatentContext(rotary, None, read=partial(self.read, span=span))
 
     def read(self, q: Tensor, latents: Tensor, span: Span) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; latents: [batch, T, kv_rank + rope_dim] -> [batch, T, n_heads, value_dim]."""
