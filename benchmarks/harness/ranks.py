@@ -70,9 +70,8 @@ class Training:
         from llmtrain.train.build import resolved_config
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import parallelize
-        from llmtrain.train.pipeline.gradients import shared_gradients
         from llmtrain.train.pipeline.schedule import PipelineStep
-        from llmtrain.train.pipeline.stages import StagedLM
+        from llmtrain.train.pipeline.stages import StagedLM, shared_gradients
         from llmtrain.train.step import GradientSync, Step
 
         self.device, parallel = initialize(), config.train.parallel

@@ -186,7 +186,7 @@ def _run(file: str | None, overrides: list[str]) -> int:
 
 
 def _keep_earlier(out: str, report: Report, settings: dict[str, Any]) -> None:
-    from llmtrain.eval.report.earlier import set_aside
+    from llmtrain.eval.report.results import set_aside
 
     if kept := set_aside(Path(out), report, settings):
         log.info(f"{out} had the results of another evaluation, which are now in {kept}")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain.commands.arguments import add_config
 from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher
+from llmtrain.distributed.processes import saving_signals
 from llmtrain.errors import UserError
+from llmtrain.logs import log
 from llmtrain.schema.config import Config
 
 if TYPE_CHECKING:
@@ -94,7 +96,6 @@ def _preflight(setting: str, folder: Path) -> None:
 def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:
     """Train on so many processes of this machine, which start again after a failure as --max-restarts allows."""
     from llmtrain.distributed.launch import launch
-    from llmtrain.distributed.restarts import run_with_restarts
     from llmtrain.train.resume import refuse_used_remote
     from llmtrain.train.worker import move_aside
 
@@ -109,3 +110,42 @@ def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes
 
     places = count_gpus if args.max_restarts and count_gpus() else None
     return run_with_restarts(start, processes, args.max_restarts, load, places)
+
+
+_FINAL = (0, UserError.status, *(128 + number for number in saving_signals()))
+"""Exit statuses that another start would not change: success, a wrong input, and those of signals by which a run saves and ends."""
+
+
+def run_with_restarts(
+    start: Callable[[int, int], int],
+    processes: int,
+    most: int,
+    check: Callable[[int], object],
+    available: Callable[[], int] | None = None,
+) -> int:
+    """Start the ranks, and again after a failure, at most `most` times. Returns the last exit status.
+
+    start: runs so many ranks as the attempt of this number, from 0, and returns their exit status. check: raises UserError where
+    a run of so many ranks cannot be. available: the number of ranks for which there is a place after a failure; default: as
+    many as before.
+    """
+    attempt = 0
+    while True:
+        status = start(processes, attempt)
+        if status in _FINAL or attempt == most:
+            return status
+        places = min(processes, available()) if available else processes
+        left, reason = places, ""
+        while left:
+            try:
+                check(left)
+                break
+            except UserError as error:
+                left, reason = left - 1, reason or f", and no number of ranks up to that can run it:\n{error}"
+        else:
+            log.error(f"no restart: {places} of {processes} GPUs are left{reason}")
+            return status
+        attempt += 1
+        fewer = f", {left} instead of {processes}" if left != processes else ""
+        log.warning(f"status {status}: the ranks start again{fewer}, from the newest checkpoint ({attempt} of {most})")
+        processes = left

@@ -32,7 +32,7 @@ class Environment(Section):
     they are, so that a shell can try another value."""
 
     preset: Literal["none", "vendor"] = free("none")
-    """vendor: what training launchers set on GPUs of the vendor, for queues, memory and RCCL (llmtrain/kernels/environment.py)."""
+    """vendor: what training launchers set on GPUs of the vendor, for queues, memory and RCCL (llmtrain/kernels/platform.py)."""
     tunable_op: Literal["off", "use", "tune"] = free("off")
     """PyTorch's TunableOp for matrix products, which on AMD chooses between hipBLASLt and rocBLAS. tune: time the candidates of
     every new shape, and write the fastest to the folder; use: read them there, and time nothing."""

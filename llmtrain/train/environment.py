@@ -5,8 +5,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.environment import PRESETS
-from llmtrain.kernels.platform import Vendor
+from llmtrain.kernels.platform import PRESETS, Vendor
 from llmtrain.schema.environment import Environment
 
 

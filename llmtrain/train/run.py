@@ -28,8 +28,8 @@ from llmtrain.train.callbacks.profiling import Profiling
 from llmtrain.train.callbacks.samples import samples_callbacks
 from llmtrain.train.callbacks.stability import Stability
 from llmtrain.train.callbacks.start_report import StartReport
+from llmtrain.train.callbacks.step_recorder import StepTimes
 from llmtrain.train.callbacks.step_rng import StepRNG
-from llmtrain.train.callbacks.step_times import StepTimes
 from llmtrain.train.callbacks.throughput import Throughput
 from llmtrain.train.checkpoints import Checkpoints, Uploads, require_shared, set_weights
 from llmtrain.train.composer_model import ComposerHybridLM, data_spec
@@ -38,7 +38,7 @@ from llmtrain.train.faults.corruption import CompareRanks
 from llmtrain.train.faults.watchdog import Watchdog
 from llmtrain.train.optim import LearningRate
 from llmtrain.train.optimizers.host_state import without_state
-from llmtrain.train.pipeline.gradients import shared_gradients
+from llmtrain.train.pipeline.stages import shared_gradients
 from llmtrain.train.reference import add_reference
 from llmtrain.train.report.loggers import build_loggers
 from llmtrain.train.resolved import write_resolved

@@ -14,12 +14,12 @@ from llmtrain.eval.prompts.requests import GenerateUntilRequest, LoglikelihoodRe
 from llmtrain.eval.run_config import EvalRun
 from llmtrain.eval.runner import evaluate
 from llmtrain.eval.scoring.data_parallel import DataParallel, partition, run_requests
-from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.scorer import HybridScorer
 from llmtrain.generate.load import load_model
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.training import Sharding, TrainConfig
+from llmtrain.train.callbacks.evaluation import join_uneven_calls
 from llmtrain.train.composer_model import evaluating
 from llmtrain.train.parallel import parallelize
 from tests.support import checkpoints

@@ -15,9 +15,8 @@ from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.pipeline.gradients import shared_gradients
 from llmtrain.train.pipeline.schedule import PipelineStep
-from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.pipeline.stages import StagedLM, shared_gradients
 from llmtrain.train.step import GradientSync
 
 

@@ -22,9 +22,8 @@ from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train import parallel
 from llmtrain.train.batches import own_part
-from llmtrain.train.pipeline.gradients import shared_gradients
 from llmtrain.train.pipeline.schedule import PipelineStep
-from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.pipeline.stages import StagedLM, shared_gradients
 from llmtrain.train.step import GradientSync
 from tests.support.whole import whole_tensors
 

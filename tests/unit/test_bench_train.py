@@ -11,8 +11,8 @@ import pytest
 
 from llmtrain.bench.train import command
 from llmtrain.bench.train.cases import Case, cases
+from llmtrain.bench.train.command import as_csv, as_markdown
 from llmtrain.bench.train.measure import figures
-from llmtrain.bench.train.report import as_csv, as_markdown
 from llmtrain.bench.train.sweep import Sweep, load_sweep
 from llmtrain.config.report import ConfigError
 from tests.support.tiny import tiny_settings

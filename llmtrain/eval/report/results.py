@@ -1,6 +1,7 @@
 """Files of results: results.json, .md, .csv, .png, results_long.csv, and documents/. Imports no torch."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from llmtrain import __version__
 from llmtrain.config.checksums import checksum, encode_json
+from llmtrain.config.regular_file import read_json
 from llmtrain.eval.report.document_scores import encode_lines
 from llmtrain.eval.report.files import file_name, write_file, write_text
 from llmtrain.eval.report.gauntlet import Gauntlet, GauntletScores, Row
@@ -354,3 +356,40 @@ def _formatted(metric: str, score: Estimate) -> str:
 def _percent(estimate: Estimate) -> str:
     error = "" if estimate.stderr is None else f" ± {100 * estimate.stderr:.1f}"
     return f"{100 * estimate.value:.1f}{error}"
+
+
+_WRITTEN = ("results.md", "results.csv", "results_long.csv", "results.png", DOCUMENTS, "results.json")
+_WITHOUT_EFFECT = {"out", "cache", "wandb", "max_batch_tokens", "share_prefixes"}
+"""Settings on which no result depends."""
+
+
+def set_aside(out: Path, report: Report, settings: Mapping[str, Any]) -> Path | None:
+    """Move the results in `out` to a new folder beside it (out-1, out-2, ...), if they are of other settings, or `report` lacks one
+    of them: of a checkpoint that was the newest then, or of data that have changed since.
+
+    Stored answers stay. Returns the new folder; None where there are no such results.
+    """
+    try:
+        before = read_json(out / "results.json")
+        same = _with_effect(before["settings"], settings) == _with_effect(settings, settings)
+        old = {_identity(one) for one in before["results"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if same and old <= {_identity(one) for one in json.loads(json.dumps(as_json(report, settings)))["results"]}:
+        return None
+    kept = next(one for number in itertools.count(1) if not (one := out.with_name(f"{out.name}-{number}")).exists())
+    kept.mkdir()
+    for name in _WRITTEN:
+        if (out / name).exists():
+            (out / name).rename(kept / name)
+    return kept
+
+
+def _identity(result: Mapping[str, Any]) -> str:
+    """A result as it is known again: of which model, task and shots, with which values."""
+    return json.dumps([result.get(key) for key in ("model", "path", "task", "shots", "documents", "metrics")])
+
+
+def _with_effect(one: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on which results depend, as JSON; of those that a former llmtrain had, the ones that there are still."""
+    return {key: json.loads(json.dumps(one[key])) for key in known.keys() & one.keys() - _WITHOUT_EFFECT}

@@ -33,7 +33,7 @@ _BATCHES_PER_CHUNK = 16
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Ranks that evaluate together. join: context in which ranks may call a sharded model unequally often (fsdp_sync.py)."""
+    """Ranks that evaluate together. join: context in which ranks may call a sharded model unequally often."""
 
     world: World
     join: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)

@@ -1,14 +1,19 @@
 """Evaluation of in-context-learning tasks during training, by all ranks."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.checkpoint.local import folder_name, step_of
 from llmtrain.config.held_folder import require_in_place
@@ -25,9 +30,8 @@ from llmtrain.eval.report.tracking import flat_estimate, flat_metrics, tables
 from llmtrain.eval.run_config import EvalRun, TaskRun, task_runs
 from llmtrain.eval.runner import gauntlet_scores_of, read_tasks
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
-from llmtrain.eval.scoring.fsdp_sync import join_uneven_calls
 from llmtrain.eval.scoring.overlap import run_steps
-from llmtrain.eval.scoring.scorer import HybridScorer
+from llmtrain.eval.scoring.scorer import HybridScorer, inference
 from llmtrain.eval.task import Documents
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
@@ -201,3 +205,49 @@ class Evaluation(Callback):
             skipped=one.documents.skipped,
             style=None if task.rolling else self.style.as_json(),
         )
+
+
+@contextmanager
+def join_uneven_calls(model: CausalLM) -> Iterator[None]:
+    """Context in which each rank may call the model as often as it needs, as torch's `Join` does for DDP.
+
+    Before every call, ranks with work left and ranks without exchange a flag (all-reduce). A rank that has finished answers
+    the calls of the others with forward passes over one token until none has work left. The rank that calls does not wait
+    for the flag's value. A rank that raises also joins until the others have finished, and raises afterwards.
+    """
+    if not isinstance(model, FSDPModule) or dist.get_world_size() == 1:
+        yield
+        return
+    device = model.device
+    finished = False
+
+    def announce(module: nn.Module, args: object, kwargs: object) -> None:
+        if not finished:
+            dist.all_reduce(torch.ones(1, dtype=torch.int32, device=device), op=dist.ReduceOp.MAX)
+
+    hook = model.register_forward_pre_hook(announce, prepend=True, with_kwargs=True)
+    try:
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            finished = True
+            _shadow_calls(model, device)
+            raise
+        finished = True
+        _shadow_calls(model, device)
+    finally:
+        hook.remove()
+
+
+def _shadow_calls(model: CausalLM, device: torch.device) -> None:
+    """Take part in the collectives of other ranks' forward passes until no rank has work left."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    while True:
+        busy = torch.zeros(1, dtype=torch.int32, device=device)
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        if not busy.item():
+            return
+        with inference():
+            model.next_logits(token, model.empty_cache(1, 1))

@@ -1,4 +1,4 @@
-"""This rank's place in a pipeline, and the model of its stage."""
+"""A rank's place in a pipeline, the model of its stage, and gradients of what several stages hold."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmtrain.models.causal_lm import CausalLM, Output
 from llmtrain.models.config import LayerRange
 from llmtrain.models.context import Context
 from llmtrain.models.hybrid import HybridLM, Stream
+from llmtrain.models.init import clean_name
 from llmtrain.models.layer_part import step_sums
+from llmtrain.models.slices import local_of
+from llmtrain.train.ranks.tensor_gradients import SharedGradients
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,35 @@ def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
             assert isinstance(group, dist.ProcessGroup)
             found = group
     return found
+
+
+class StageGradients(SharedGradients):
+    """SharedGradients of this rank's stage. Of a shared block, and of an embedding that a tied head reads, each stage that holds it
+    has the gradient of its own uses; once they are summed, these copies stay alike, as their optimizers take the same steps."""
+
+    def __init__(self, model: StagedLM):
+        super().__init__(model.hybrid, model.hybrid.ranks)
+        self.groups = {
+            parameter: group
+            for name, parameter in model.hybrid.named_parameters()
+            if parameter.requires_grad and (group := model.stages.holders.get(clean_name(name))) is not None
+        }
+
+    def stages_of(self, parameter: nn.Parameter) -> int:
+        group = self.groups.get(parameter)
+        return 1 if group is None else group.size()
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        super().add_up()
+        for parameter, group in self.groups.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local_of(parameter.grad), group=group)
+
+
+def shared_gradients(model: CausalLM) -> SharedGradients | None:
+    """Sums and norm of the gradients of a model that ranks divide; None where FSDP2 alone does."""
+    if isinstance(model, StagedLM):
+        return StageGradients(model)
+    return model.hybrid.ranks and SharedGradients(model.hybrid, model.hybrid.ranks)

@@ -1,11 +1,14 @@
 """Log-probabilities of answers by the reference model of a policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from llmtrain.adapt.adapters_off import adapters_off
+from llmtrain.adapt.adapters import Adapter, EmbeddingAdapter
+from llmtrain.adapt.expert_adapters import ExpertAdapter
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import UserError
 from llmtrain.generate.load import load_model
@@ -56,3 +59,25 @@ def reference_log_p(
     whole = log_p_of(objective, reference.requires_grad_(False))
     # Built to generate, without masks between documents: what follows an answer is not seen by it.
     return lambda batch: whole({name: column for name, column in batch.items() if name != "document_ids"})
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Context in which the model computes as the one beneath its adapters, with or without FSDP2; layers are not compiled in it."""
+    found = [one for one in model.modules() if isinstance(one, (Adapter, EmbeddingAdapter, ExpertAdapter))]
+    units = [one.units for one in found]
+    for one in found:
+        one.units = [unit._replace(scale=0.0) for unit in one.units]
+        if isinstance(one, Adapter):  # DoRA scales rows too
+            one.__dict__["forward"] = _unchanged
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for one, kept in zip(found, units, strict=True):
+            one.units = kept
+            one.__dict__.pop("forward", None)
+
+
+def _unchanged(x: Tensor, y: Tensor) -> Tensor:
+    return y

@@ -9,31 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data.chat.questions import Question, question_of
 from llmtrain.data.loader.loaders import TrainLoader
 from llmtrain.data.shards.packing import ENDS, TRAINED
 from llmtrain.data.tokenize.stored_tokenizer import load_run_tokenizer, run_tokenizers
+from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.distributed.world import World
 from llmtrain.errors import RunError
 from llmtrain.logs import run_log
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.objectives.base import Batch
+from llmtrain.objectives.policy.losses import advantages
 from llmtrain.objectives.policy.objective import OLD, REFERENCE, Policy
-from llmtrain.objectives.policy.sections import EngineRollout
+from llmtrain.objectives.policy.rewards import RewardProcess
+from llmtrain.objectives.policy.sections import EngineRollout, PolicySection
+from llmtrain.schema.training import Sharding
 from llmtrain.train.build import Training
 from llmtrain.train.rollouts.answers import Answer, answers_batch
 from llmtrain.train.rollouts.engine import EngineSource
 from llmtrain.train.rollouts.figures import Figures
-from llmtrain.train.rollouts.gathered import gathered
 from llmtrain.train.rollouts.reference import log_p_of, reference_log_p
-from llmtrain.train.rollouts.rewarded import Rewarder, set_advantages
 from llmtrain.train.rollouts.store import RolloutFiles
 
 Groups = list[list[Answer]]
@@ -258,3 +264,78 @@ class Rollouts(contextlib.ExitStack):
                 f"{self.files.root}: the answers of step {step + 1} cannot be written: {error}. Make room there and start again: "
                 "the run goes on from its last checkpoint, and draws them again"
             )
+
+
+class Rewarder(contextlib.ExitStack):
+    """The rewards of a run, each with a process. `failures`: numbers of answers that have none, by reason. Raises UserError for a
+    reward that cannot be made."""
+
+    def __init__(self, section: PolicySection, tokenizer: TextTokenizer):
+        super().__init__()
+        self.section, self.tokenizer, self.ends = section, tokenizer, frozenset(tokenizer.end_ids)
+        self.failures: Counter[str] = Counter()
+        self.processes = [(one, self.enter_context(RewardProcess(one))) for one in section.rewards]
+
+    def reward(self, group: Sequence[Answer], reference: str) -> None:
+        """Set the rewards of a group; it is set aside where one of its answers has none. reference: the data's own answer."""
+        prompt = self.tokenizer.decode(group[0].prompt)
+        record = {"prompt": prompt, "answer": reference, "sample": group[0].sample}
+        for answer in group:
+            answer.reward = self._reward(self.text(answer), record) + self._punishment(answer)
+            if math.isnan(answer.reward):
+                for one in group:
+                    one.reward = math.nan
+                return
+
+    def text(self, answer: Answer) -> str:
+        ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in self.ends else answer.ids
+        return self.tokenizer.decode(ids)
+
+    def _reward(self, text: str, record: dict[str, object]) -> float:
+        total = 0.0
+        for section, process in self.processes:
+            [found] = process.score([(text, record)])
+            if math.isnan(found):
+                self.failures.update({f"{section.name}: {reason}": n for reason, n in process.failures.items()})
+                process.failures.clear()
+                return math.nan
+            total += section.weight * found
+        return total if math.isfinite(total) else math.nan
+
+    def _punishment(self, answer: Answer) -> float:
+        """DAPO's (arXiv:2503.14476, equation 13): 0 up to max_new_tokens - margin, then down to -1."""
+        margin = self.section.over_long_margin
+        if margin is None:
+            return 0.0
+        return -max(0, len(answer.ids) - (self.section.max_new_tokens - margin)) / margin
+
+
+def set_advantages(groups: Sequence[Sequence[Answer]], section: PolicySection) -> None:
+    """Advantages of rewarded groups, of all ranks where `scale` is batch."""
+    rewards = torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
+    found, _ = advantages(rewards, section.scale)
+    for group, row in zip(groups, found.tolist(), strict=True):
+        for answer, advantage in zip(group, row, strict=True):
+            answer.advantage = advantage
+
+
+@contextmanager
+def gathered(model: CausalLM, sharding: Sharding) -> Iterator[None]:
+    """Context with the model in eval mode and without gradients, whose weights FSDP2 gathers once: ranks call it as often as each
+    needs. Afterwards its mode is restored, and the weights are sharded. sharding: without `auto`. Every rank enters it."""
+    was_training = model.training
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    blocks = [one for one in model.hybrid.blocks if isinstance(one, FSDPModule)]
+    model.eval()
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in blocks:  # others stay gathered after a forward pass (train/parallel.py)
+            module.set_reshard_after_forward(sharding.strategy != "grad_op", recurse=False)
+        for module in sharded:
+            module.reshard()
+        model.train(was_training)

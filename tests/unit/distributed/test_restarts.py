@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.commands.checks import load_runnable
+from llmtrain.commands.train import run_with_restarts
 from llmtrain.distributed.launch import launch
-from llmtrain.distributed.restarts import run_with_restarts
 from llmtrain.errors import UserError
 from tests.support.tiny import tiny_settings
 

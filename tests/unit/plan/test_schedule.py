@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import FORWARD
 
-from llmtrain.plan.schedule import order, pass_seconds
+from llmtrain.plan.scaling import order, pass_seconds
 from llmtrain.schema.pipeline import rounds
 
 
@@ -69,5 +69,5 @@ def test_many_microbatches_take_what_following_each_pass_would(monkeypatch: pyte
         arguments = forward, backward, virtual, stages * rng.randint(9, 20), 0.1
         found = pass_seconds(*arguments)
         with monkeypatch.context() as every:
-            every.setattr("llmtrain.plan.schedule._COUNTED", 1000)
+            every.setattr("llmtrain.plan.scaling._COUNTED", 1000)
             assert found == pytest.approx(pass_seconds(*arguments), rel=0.01)

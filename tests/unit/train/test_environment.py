@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.environment import PRESETS
+from llmtrain.kernels.platform import PRESETS
 from llmtrain.schema.environment import Environment
 from llmtrain.schema.load import load_config
 from llmtrain.train import worker

@@ -8,9 +8,8 @@ import torch
 
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.policy.sections import PolicySection
-from llmtrain.train.rollouts import rewarded
 from llmtrain.train.rollouts.answers import Answer, answers_batch
-from llmtrain.train.rollouts.rewarded import Rewarder, set_advantages
+from llmtrain.train.rollouts.rollouts import Rewarder, set_advantages
 
 
 class Letters:
@@ -65,7 +64,7 @@ def test_a_group_with_an_answer_without_a_reward_is_set_aside(monkeypatch: pytes
             self.failures = {"took too long": 1} if answers[0][0] == "b" else {}
             return [math.nan if answers[0][0] == "b" else 1.0]
 
-    monkeypatch.setattr(rewarded, "RewardProcess", Failing)
+    monkeypatch.setattr("llmtrain.train.rollouts.rollouts.RewardProcess", Failing)
     with Rewarder(section(), Letters()) as rewarder:  # type: ignore[arg-type]
         answers = group("a", "b", "c")
         rewarder.reward(answers, "")
