@@ -10,8 +10,10 @@ import hashlib
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
@@ -29,13 +31,14 @@ from urllib3.exceptions import HTTPError as Urllib3Error
 
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.stores.base import StoreError
+from llmtrain.logs import log
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Number of attempts, and the longest of the pauses between them, in seconds.
+    """Number of attempts, the longest of the pauses between them, and the seconds after which no attempt begins.
 
     The n-th pause is drawn evenly from [0, min(longest, first * 2^n)] ("full jitter", M. Brooker, Exponential Backoff And
     Jitter, AWS Architecture Blog, 2015), so that the nodes of a run do not all come back at once. At most 52 s in all.
@@ -44,6 +47,7 @@ class RetryPolicy:
     attempts: int = 8
     first: float = 0.5
     longest: float = 20.0
+    patience: float = 120.0
 
     def pauses(self) -> Iterator[float]:
         """A pause before every attempt but the first."""
@@ -52,11 +56,12 @@ class RetryPolicy:
 
     def call(self, action: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
         """Return action(); called again while its exceptions are `transient`. Raises its last exception, or one that is not."""
+        until = time.monotonic() + self.patience
         for pause in self.pauses():
             try:
                 return action()
             except Exception as error:
-                if not transient(error):
+                if not transient(error) or time.monotonic() > until:
                     raise
             time.sleep(pause)
         return action()
@@ -70,6 +75,8 @@ _MAX_PARTS = 10_000
 """S3's limit (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
 _READ_BYTES = 2**20
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_SILENT_SECONDS, _REPORT_SECONDS = 5.0, 30.0
+"""Seconds without an answer after which that is logged, and logged again."""
 CONNECTIONS = 8
 """Files that are sent or received at a time."""
 _DIGEST = "xxh3-128"
@@ -240,13 +247,34 @@ class S3Store:
 
         def send() -> dict[str, Any]:
             try:
-                return request(Bucket=self._bucket, **arguments)
+                with self._reported(name) if "Body" not in arguments else nullcontext():  # sending may take its time
+                    return request(Bucket=self._bucket, **arguments)
             except ClientError as error:
                 if error.response["Error"]["Code"] == harmless:
                     return {}
                 raise
 
         return self._try(send, name)
+
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """Context of a request: while it has no answer, that is logged."""
+        answered, began = threading.Event(), time.monotonic()
+
+        def report() -> None:
+            pause = _SILENT_SECONDS
+            while not answered.wait(pause):
+                log.info(f"{self._where(name)} has not answered for {time.monotonic() - began:.0f} s")
+                pause = _REPORT_SECONDS
+
+        threading.Thread(target=report, name="store", daemon=True).start()
+        try:
+            yield
+        finally:
+            answered.set()
+
+    def _where(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
 
     def _try(self, action: Callable[[], Any], name: str) -> Any:
         try:
@@ -262,10 +290,9 @@ class S3Store:
             raise self._failed(name, error) from error
 
     def _failed(self, name: str, error: Exception) -> StoreError:
-        where = f"{self.url}/{name}" if name else self.url
         hint = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if isinstance(error, NoCredentialsError) else ""
-        tried = f" ({self._retry.attempts} attempts)" if _transient(error) else ""
-        return StoreError(f"{where}: {error}{hint}{tried}")
+        tried = " (tried several times)" if _transient(error) else ""
+        return StoreError(f"{self._where(name)}: {error}{hint}{tried}")
 
 
 def _client() -> Any:
