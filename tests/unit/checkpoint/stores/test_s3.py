@@ -52,7 +52,8 @@ def test_a_third_of_the_requests_fail_and_everything_arrives(s3: S3, prefix, tmp
     assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=BUCKET)
 
 
-def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch, caplog):
+def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(s3, monkeypatch, caplog):
+    caplog.set_level("INFO", "llmtrain")
     monkeypatch.setattr(s3_module, "_READ_SECONDS", 0.3)
     monkeypatch.setattr(s3_module, "_SILENT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and reads nothing
