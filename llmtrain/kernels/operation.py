@@ -60,7 +60,8 @@ class Operation(abc.ABC):
 
     name: in the registry. title: in commands. leaves: names of the inputs; outputs: of what comes out.
     public: backends that ours is compared with. draws: times as many draws of the inputs as elsewhere, for an output of so few
-    numbers that its error differs much from draw to draw.
+    numbers that its error differs much from draw to draw. slow_reference: not measured on a GPU, where it
+    compiles for minutes, or takes much memory.
     """
 
     name: ClassVar[registry.Operation]
@@ -70,6 +71,7 @@ class Operation(abc.ABC):
     public: ClassVar[tuple[str, ...]] = ()
     draws: ClassVar[int] = 1
     tuned: ClassVar[bool] = True
+    slow_reference: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
@@ -100,6 +102,11 @@ class Operation(abc.ABC):
 
     def option(self, shape: Shape, name: str, default: Any) -> Any:
         return dict(shape.options).get(name, default)
+
+    def ids(self, shape: Shape, device: str) -> Tensor | None:
+        """Document ids [batch, T], or None."""
+        length = self.option(shape, "document", DOCUMENT)
+        return documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
 
     def draw(self, shape: Shape, device: str = "cpu", seed: int = 0) -> tuple[list[Any], Any]:
         """`inputs` of a shape."""
@@ -134,7 +141,9 @@ class Operation(abc.ABC):
 
     def backends(self, shape: Shape, here: Platform) -> list[str]:
         """Backends that can serve and are worth measuring here."""
-        return [row.backend for row in registry.table(self.name, shape.spec, here) if row.reason is None]
+        able = [row.backend for row in registry.table(self.name, shape.spec, here) if row.reason is None]
+        slow = self.slow_reference and here.vendor != "cpu"
+        return [name for name in able if name != "reference" or not slow]
 
     def is_public(self, backend: str) -> bool:
         return backend in self.public

@@ -41,12 +41,13 @@ class Search(abc.ABC):
     """One operation at one shape. On the device `meta` it has no memory, and its runners only compile.
 
     parts: kernels, or groups of them, that are searched separately. launch: dataclass of one part's parameters. tolerance: the
-    largest relative error that counts as right. spec: of the shape.
+    largest relative error that counts as right. spec: of the shape. by_pieces: `Operation.pieces` of results are compared.
     """
 
     parts: Sequence[str] = ("forward", "backward")
     launch: type
     unit = "gbps"
+    by_pieces = False
 
     def __init__(self, operation: Operation, shape: Shape, device: str, where: Platform):
         self.operation: Any = operation
@@ -81,6 +82,7 @@ class Search(abc.ABC):
         if not self._exact:
             self._exact = self.in_float64()
         found = self.runner(part, launch)()
+        found = self.operation.pieces(self.shape, found) if self.by_pieces else found
         return max(relative_error(a, b) for a, b in zip(found, self._exact[part], strict=True))
 
     def work(self, part: str) -> float:

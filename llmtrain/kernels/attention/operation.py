@@ -41,6 +41,7 @@ _BLOCK = 2048
 
 class Attention(Operation):
     name, spec, leaves, outputs = "attention", AttentionSpec, ("q", "k", "v", "sinks"), ("out",)
+    slow_reference = True
 
     def inputs(
         self, spec: AttentionSpec, batch: int, seq_len: int, device: str = "cpu", seed: int = 0,
@@ -54,11 +55,6 @@ class Attention(Operation):
         made: list[Any] = [t.unflatten(-1, (h, -1)) for t, h in zip(slices, heads, strict=True)]
         up = draw(batch, seq_len, spec.n_heads, spec.width)
         return made + ([draw(spec.n_heads)] if spec.sinks else []), up
-
-    def ids(self, shape: Shape, device: str) -> Tensor | None:
-        """Document ids [batch, T], or None."""
-        length = self.option(shape, "document", DOCUMENT)
-        return base.documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
 
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
         context = kernel.prepare(shape.seq_len, torch.device(device), self.ids(shape, device))
@@ -135,10 +131,6 @@ class Attention(Operation):
         yield "causal", Shape(spec, base.SELFTEST_BATCH, base.SELFTEST_LEN)
         other = replace(spec, alibi_max_bias=8.0, sliding_window=64)
         yield "ALiBi, window", Shape(other, base.SELFTEST_BATCH, base.SELFTEST_LEN)
-
-    def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """Backends to time; on a GPU without the reference, which stores T x T scores in fp32."""
-        return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
     def is_public(self, backend: str) -> bool:
         return backend not in ("triton", "reference", "sdpa:cpu")

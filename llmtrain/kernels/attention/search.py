@@ -14,7 +14,6 @@ from llmtrain.kernels.attention.float8_call import Float8Call
 from llmtrain.kernels.attention.triton_call import Call
 from llmtrain.kernels.attention.triton_launch import KERNELS, Launch, StoredLaunch
 from llmtrain.kernels.attention.triton_select import choose
-from llmtrain.kernels.operation import relative_error
 from llmtrain.kernels.search import Search
 
 # Backward is 2.5 x forward, of which dq makes three products of seven, dkdv four.
@@ -43,6 +42,7 @@ def _parts(head_dim: int) -> list[int | None]:
 
 class AttentionSearch(Search):
     parts, launch, unit = KERNELS, Launch, "tflops"
+    by_pieces = True
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -98,12 +98,6 @@ class AttentionSearch(Search):
     def in_float64(self) -> dict[str, Sequence[Tensor]]:
         out, dq, *dkdv = self.operation.exact(self.shape, self.tensors, self.up)
         return {"forward": (out,), "dq": (dq,), "dkdv": dkdv}
-
-    def error(self, part: str, launch: dict[str, Any]) -> float:
-        if not self._exact:
-            self._exact = self.in_float64()
-        found = self.operation.pieces(self.shape, self.runner(part, launch)())
-        return max(relative_error(a, b) for a, b in zip(found, self._exact[part], strict=True))
 
     def work(self, part: str) -> float:
         return _SHARES[part] * self.operation.work(self.shape)[0].flops

@@ -24,11 +24,6 @@ class Conv1d(Operation):
         x, weight, bias = draw.slice(*size), draw(spec.channels, spec.width), draw(spec.channels)
         return [x, weight, bias if biased else None], draw(*size)
 
-    def ids(self, shape: Shape, device: str) -> Tensor | None:
-        """Document ids [batch, T], or None."""
-        length = self.option(shape, "document", DOCUMENT)
-        return base.documents(shape.batch, shape.seq_len, device, length) if shape.spec.documents else None
-
     def bind(self, kernel: Any, shape: Shape, device: str) -> Function:
         ids = self.ids(shape, device)
         return kernel if ids is None else lambda *t: kernel(*t, document_ids=ids[: len(t[0])])

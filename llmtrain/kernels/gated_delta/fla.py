@@ -115,13 +115,6 @@ def like_inputs(
 fla_gated_delta_forward = operator("fla_gated_delta_forward", launch_forward)
 
 
-@torch.library.register_fake(fla_gated_delta_forward)
-def _(q, k, v, log_decay, beta, initial_state, document_ids):
-    wide = {"dtype": torch.float32}
-    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
-    return v.new_empty(v.shape), final, v.new_empty(v.shape[:3], **wide), k.new_empty((*v.shape[:3], CHUNK))
-
-
 def launch_backward(
     dy: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     initial_state: Tensor | None, document_ids: Tensor | None, cumsum: Tensor, inverse: Tensor,
@@ -142,4 +135,8 @@ def launch_backward(
 fla_gated_delta_backward = operator("fla_gated_delta_backward", launch_backward)
 
 
-differentiable(fla_gated_delta_forward, fla_gated_delta_backward)
+def _kept(k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    return v.new_empty(v.shape[:3], dtype=torch.float32), k.new_empty((*v.shape[:3], CHUNK))
+
+
+differentiable(fla_gated_delta_forward, fla_gated_delta_backward, _kept)

@@ -9,7 +9,6 @@ from torch import Tensor
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
 from llmtrain.kernels.operation import BySequence, Draw, Function, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 SIZES = ((16, 16, 128), (8, 8, 256), (16, 8, 128), (8, 4, 256))
 """Heads, key heads, channels of keys and of values."""
@@ -17,6 +16,7 @@ SIZES = ((16, 16, 128), (8, 8, 256), (16, 8, 128), (8, 4, 256))
 
 class GatedDelta(BySequence):
     name, spec, tuned = "gated_delta", GatedDeltaSpec, False
+    slow_reference = True
     leaves = ("q", "k", "v", "_log_decay", "_beta", "_state")
 
     def inputs(
@@ -62,10 +62,6 @@ class GatedDelta(BySequence):
 
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         yield "2 key heads", Shape(GatedDeltaSpec(4, 2, 64, 64, dtype), base.SELFTEST_BATCH, base.SELFTEST_LEN)
-
-    def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """Backends to time; not the reference on a GPU: its loop over chunks is unrolled, and compiles for minutes."""
-        return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
 
 OPERATION = GatedDelta()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,15 @@ class OperatorRule:
         return self.operator(q, k, v, log_decay, beta, initial_state, document_ids, *self.settings)[:2]
 
 
-def differentiable(forward: Any, backward: Any) -> None:
-    """Register the backward operator's fake, and with it the forward operator's gradient. forward: of INPUTS tensors and settings,
-    to y, the last state and what `backward` takes after the tensors and before the settings."""
+def differentiable(forward: Any, backward: Any, kept: Callable[..., Iterable[Tensor]]) -> None:
+    """Register the fakes of both operators, and the forward's gradient. forward: of INPUTS tensors and settings, to y, the last
+    state and what `backward` takes after the tensors and before the settings, of which `kept` makes as much: a function of k, v,
+    log_decay and the settings."""
+
+    @torch.library.register_fake(forward)
+    def _(q, k, v, log_decay, beta, initial_state, document_ids, *settings):
+        final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
+        return v.new_empty(v.shape), final, *kept(k, v, log_decay, *settings)
 
     @torch.library.register_fake(backward)
     def _(dy, d_final, q, k, v, log_decay, beta, initial_state, *_):
@@ -50,6 +57,16 @@ def differentiable(forward: Any, backward: Any) -> None:
         return *gradients, None if saved[5] is None else d_initial, None, *(None for _ in ctx.settings)
 
     register_autograd(forward, gradient, setup_context)
+
+
+def gradients_like(found: Iterable[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients in the types of the inputs; of queries and keys, [batch, T, heads, channels], summed over heads that share them."""
+
+    def summed(found: Tensor, like: Tensor) -> Tensor:
+        return found if found.shape == like.shape else found.unflatten(2, (like.shape[2], -1)).sum(3)
+
+    pairs = [(summed(gradient, like), like) for gradient, like in zip(found, inputs, strict=True)]
+    return tuple(gradient.to(like.dtype) for gradient, like in pairs)
 
 
 def heads_in_order(t: Tensor) -> Tensor:

@@ -38,20 +38,19 @@ class GatedDeltaSpec:
         return 6 * seq_len * self.n_heads * self.key_head_dim * self.value_head_dim
 
 
-def refuse_triton_chunks(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
+def refuse_sizes(who: str, spec: GatedDeltaSpec, most: int) -> str | None:
+    """Reason by dtype or by channels of the keys, of which `who` takes at most so many."""
     if spec.dtype not in ("bfloat16", "float16"):
-        return f"our Triton gated delta rule takes bfloat16 or float16, not {spec.dtype}"
-    if spec.key_head_dim > 256:
-        return f"our Triton kernels take a key_head_dim up to 256, not {spec.key_head_dim}"
-    return refuse_triton(spec.dtype, platform)
+        return f"{who} takes bfloat16 or float16, not {spec.dtype}"
+    return f"{who} takes a key_head_dim up to {most}, not {spec.key_head_dim}" if spec.key_head_dim > most else None
+
+
+def refuse_triton_chunks(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
+    return refuse_sizes("our Triton gated delta rule", spec, 256) or refuse_triton(spec.dtype, platform)
 
 
 def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"fla's gated delta rule takes bfloat16 or float16, not {spec.dtype}"
-    if spec.key_head_dim > 256:
-        return f"fla's gated delta rule takes a key_head_dim up to 256, not {spec.key_head_dim}"
-    missing = refuse_package(("fla",), "fla-core", platform)
+    missing = refuse_sizes("fla's gated delta rule", spec, 256) or refuse_package(("fla",), "fla-core", platform)
     if (
         missing is None
         and platform is not None
@@ -69,7 +68,8 @@ def refuse_fla(spec: GatedDeltaSpec, platform: Platform | None) -> str | None:
 
 def preference(spec: GatedDeltaSpec, platform: Platform) -> tuple[str, ...]:
     """Backends from fastest to slowest, for `auto`. Ours, `triton`, on Hopper, where they were measured; fla's where it is
-    installed: the reference takes the states of chunks one after another in fp32, and keeps every square of a chunk in memory.
+    installed: the reference takes the states of chunks one after another in fp32, and keeps every square of a chunk in memory,
+    of Kimi Delta Attention several tensors like k for each of its halvings.
     """
     if platform.vendor == "cpu":
         return ("reference",)

@@ -21,6 +21,7 @@ from llmtrain.kernels.gated_delta.operators import (
     OperatorRule,
     blocks,
     differentiable,
+    gradients_like,
     heads_in_order,
     ids_or,
     keys,
@@ -73,14 +74,7 @@ def launch_forward(
     initial_state: Tensor | None, document_ids: Tensor | None, chunk_size: int, options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the last state, and for the backward pass transforms, decays, states, errors and scores."""
-    with without_wgmma():
-        return _forward(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, Launch.parse(options))
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-    initial_state: Tensor | None, document_ids: Tensor | None, chunk_size: int, launch: Launch,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    launch = Launch.parse(options)
     q, k, v = (heads_in_order(t) for t in (q, k, v))
     log_decay, beta, ids = log_decay.contiguous(), beta.contiguous(), ids_or(document_ids, log_decay)
     batch, T, H, V = v.shape
@@ -91,29 +85,23 @@ def _forward(
     of_documents = {"DOCUMENTS": document_ids is not None}
     chunks = triton.cdiv(T, C)
     sizes = (T, chunks, chunks * C, batch * H * chunks * C)
-
-    chunk_transform.chunk_transform_kernel[(chunks, batch * H)](
-        k, log_decay, beta, ids, transform, decays, T, *sizes[2:], *strides(k), **shape, **of_documents,
-        SOLVE_PRECISION=precision(k, launch.solve_precision), **keys(launch.chunk_transform, K),
-    )  # fmt: skip
-    state_passing.state_passing_kernel[(programs(launch.state_passing, V), batch * H)](
-        k, v, transform, decays, decays if initial_state is None else initial_state.contiguous(), states, errors, final,
-        *sizes, *strides(k, v), **shape, V=V, INITIAL=initial_state is not None, **_all_keys(launch.state_passing, K, V),
-    )  # fmt: skip
-    chunk_outputs.chunk_outputs_kernel[(programs(launch.chunk_outputs, V), chunks, batch * H)](
-        q, k, decays, ids, states, errors, y, scores, *sizes, *strides(q, k), **shape, V=V, **of_documents,
-        **blocks(launch.chunk_outputs, K, V),
-    )  # fmt: skip
+    with without_wgmma():
+        chunk_transform.chunk_transform_kernel[(chunks, batch * H)](
+            k, log_decay, beta, ids, transform, decays, T, *sizes[2:], *strides(k), **shape, **of_documents,
+            SOLVE_PRECISION=precision(k, launch.solve_precision), **keys(launch.chunk_transform, K),
+        )  # fmt: skip
+        state_passing.state_passing_kernel[(programs(launch.state_passing, V), batch * H)](
+            k, v, transform, decays, decays if initial_state is None else initial_state.contiguous(), states, errors, final,
+            *sizes, *strides(k, v), **shape, V=V, INITIAL=initial_state is not None, **_all_keys(launch.state_passing, K, V),
+        )  # fmt: skip
+        chunk_outputs.chunk_outputs_kernel[(programs(launch.chunk_outputs, V), chunks, batch * H)](
+            q, k, decays, ids, states, errors, y, scores, *sizes, *strides(q, k), **shape, V=V, **of_documents,
+            **blocks(launch.chunk_outputs, K, V),
+        )  # fmt: skip
     return y, final, transform, decays, states, errors, scores
 
 
 gated_delta_forward = operator("gated_delta_forward", launch_forward, replayed=True)
-
-
-@torch.library.register_fake(gated_delta_forward)
-def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
-    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
-    return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
 
 
 def _kept(k: Tensor, v: Tensor, C: int) -> tuple[Tensor, ...]:
@@ -131,32 +119,7 @@ def launch_backward(
     errors: Tensor, scores: Tensor, chunk_size: int, options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, log_decay, beta, and of the initial state (if there is none: empty)."""
-    given = (
-        dy,
-        d_final,
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        initial_state,
-        document_ids,
-        transform,
-        decays,
-        states,
-        errors,
-        scores,
-    )
-    with without_wgmma():
-        return _gradients(*given, chunk_size, Launch.parse(options))
-
-
-def _gradients(
-    dy: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-    initial_state: Tensor | None, document_ids: Tensor | None, transform: Tensor, decays: Tensor, states: Tensor,
-    errors: Tensor, scores: Tensor, chunk_size: int, launch: Launch,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    like = (q, k, v, log_decay, beta)
+    launch, like = Launch.parse(options), (q, k, v, log_decay, beta)
     q, k, dy = (heads_in_order(t) for t in (q, k, dy))
     ids = ids_or(document_ids, decays)
     batch, T, H, V = v.shape
@@ -168,31 +131,29 @@ def _gradients(
 
     d_states, d_written = torch.empty_like(states), torch.empty_like(errors)
     d_initial = v.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    state_passing.state_passing_bwd_kernel[(programs(launch.state_passing_bwd, V), batch * H)](
-        q, k, transform, scores, decays, dy, decays if d_final is None else d_final.contiguous(), d_states, d_written,
-        d_initial, *sizes, *steps, **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
-        **_all_keys(launch.state_passing_bwd, K, V),
-    )  # fmt: skip
     dq, dk = (k.new_empty((batch, T, H, K)) for _ in range(2))
     dv = v.new_empty(v.shape)
     tile = blocks(launch.chunk_gradients, K, V)
     parts = triton.cdiv(K, tile["BK"])
     d_log_decay, d_beta = decays.new_empty((parts, batch, T, H)), decays.new_empty((batch, T, H))
-    chunk_outputs.chunk_gradients_kernel[(parts, chunks, batch * H)](
-        q, k, decays, ids, states, d_states, errors, d_written, dy, dq, dk, dv, d_log_decay, d_beta,
-        *sizes, batch * T * H, *steps, **shape, DOCUMENTS=document_ids is not None, **tile,
-    )  # fmt: skip
+    with without_wgmma():
+        state_passing.state_passing_bwd_kernel[(programs(launch.state_passing_bwd, V), batch * H)](
+            q, k, transform, scores, decays, dy, decays if d_final is None else d_final.contiguous(), d_states, d_written,
+            d_initial, *sizes, *steps, **shape, FINAL=d_final is not None, INITIAL=initial_state is not None,
+            **_all_keys(launch.state_passing_bwd, K, V),
+        )  # fmt: skip
+        chunk_outputs.chunk_gradients_kernel[(parts, chunks, batch * H)](
+            q, k, decays, ids, states, d_states, errors, d_written, dy, dq, dk, dv, d_log_decay, d_beta,
+            *sizes, batch * T * H, *steps, **shape, DOCUMENTS=document_ids is not None, **tile,
+        )  # fmt: skip
     d_log_decay = d_log_decay.sum(0) if parts > 1 else d_log_decay[0]
-    if share > 1:
-        dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
-    found = zip((dq, dk, dv, d_log_decay, d_beta), like, strict=True)
-    return *(gradient.to(one.dtype) for gradient, one in found), d_initial
+    return *gradients_like((dq, dk, dv, d_log_decay, d_beta), like), d_initial
 
 
 gated_delta_backward = operator("gated_delta_backward", launch_backward, replayed=True)
 
 
-differentiable(gated_delta_forward, gated_delta_backward)
+differentiable(gated_delta_forward, gated_delta_backward, lambda k, v, _, chunk_size, *__: _kept(k, v, chunk_size))
 
 
 def _all_keys(tile: Tile, K: int, V: int) -> dict[str, int]:

@@ -49,14 +49,6 @@ def launch_forward(
 fla_kimi_delta_forward = operator("fla_kimi_delta_forward", launch_forward)
 
 
-@torch.library.register_fake(fla_kimi_delta_forward)
-def _(q, k, v, log_decay, beta, initial_state, document_ids):
-    wide, square = {"dtype": torch.float32}, (*v.shape[:3], CHUNK)
-    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), **wide)
-    cumsum = v.new_empty(log_decay.shape, **wide)
-    return v.new_empty(v.shape), final, cumsum, k.new_empty(square), k.new_empty(square)
-
-
 def launch_backward(
     dy: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     initial_state: Tensor | None, document_ids: Tensor | None, cumsum: Tensor, reads: Tensor, overlaps: Tensor,
@@ -77,4 +69,9 @@ def launch_backward(
 fla_kimi_delta_backward = operator("fla_kimi_delta_backward", launch_backward)
 
 
-differentiable(fla_kimi_delta_forward, fla_kimi_delta_backward)
+def _kept(k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    squares = (k.new_empty((*v.shape[:3], CHUNK)) for _ in range(2))
+    return v.new_empty(log_decay.shape, dtype=torch.float32), *squares
+
+
+differentiable(fla_kimi_delta_forward, fla_kimi_delta_backward, _kept)

@@ -9,7 +9,6 @@ import torch
 
 from llmtrain.kernels.kimi_delta import triton
 from llmtrain.kernels.kimi_delta.triton_launch import Launch, Tile
-from llmtrain.kernels.operation import relative_error
 from llmtrain.kernels.options import decode
 from llmtrain.kernels.search import Attempt, Outputs, Search, Winner
 
@@ -31,6 +30,7 @@ class KimiDeltaSearch(Search):
     """A part is a kernel; `whole` and `every`: a Launch, forward and backward."""
 
     parts, launch, unit = tuple(SPACE), Tile, "tflops"
+    by_pieces = True
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -69,13 +69,6 @@ class KimiDeltaSearch(Search):
             return super().runner(part, launch)
         made = self.table if launch is None else decode(Launch, launch, "launch")
         return lambda: self._run(part, made)
-
-    def error(self, part: str, launch: dict[str, Any]) -> float:
-        """Relative error of the last sequence alone."""
-        if not self._exact:
-            self._exact = self.in_float64()
-        found = self.operation.pieces(self.shape, self.runner(part, launch)())
-        return max(relative_error(a, b) for a, b in zip(found, self._exact[part], strict=True))
 
     def in_float64(self) -> dict[str, Any]:
         y, *gradients = self.operation.exact(self.shape, self.tensors, self.up)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec
+from llmtrain.kernels.gated_delta.spec import GatedDeltaSpec, refuse_sizes
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.refusals import refuse_package, refuse_triton, refuse_untuned
 
@@ -24,25 +24,10 @@ class KimiDeltaSpec(GatedDeltaSpec):
 
 
 def refuse_triton_chunks(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"our Triton Kimi Delta Attention takes bfloat16 or float16, not {spec.dtype}"
-    if spec.key_head_dim > 128:
-        return f"our Triton Kimi Delta Attention takes a key_head_dim up to 128, not {spec.key_head_dim}"
     sizes = {"key_head_dim": spec.key_head_dim}
-    return refuse_triton(spec.dtype, platform) or refuse_untuned(("kimi_delta",), spec.dtype, sizes, platform)
+    own = refuse_sizes("our Triton Kimi Delta Attention", spec, 128) or refuse_triton(spec.dtype, platform)
+    return own or refuse_untuned(("kimi_delta",), spec.dtype, sizes, platform)
 
 
 def refuse_fla(spec: KimiDeltaSpec, platform: Platform | None) -> str | None:
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"fla's Kimi Delta Attention takes bfloat16 or float16, not {spec.dtype}"
-    if spec.key_head_dim > 256:
-        return f"fla's Kimi Delta Attention takes a key_head_dim up to 256, not {spec.key_head_dim}"
-    return refuse_package(("fla",), "fla-core", platform)
-
-
-def preference(spec: KimiDeltaSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`, as of the gated delta rule. The reference takes chunk after chunk in fp32, and
-    keeps several tensors like k for each of its halvings."""
-    if platform.vendor == "cpu":
-        return ("reference",)
-    return ("triton", "fla", "reference") if platform.arch == "sm90" else ("fla", "reference")
+    return refuse_sizes("fla's Kimi Delta Attention", spec, 256) or refuse_package(("fla",), "fla-core", platform)

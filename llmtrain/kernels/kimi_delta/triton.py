@@ -17,6 +17,7 @@ from llmtrain.kernels.gated_delta.operators import (
     OperatorRule,
     blocks,
     differentiable,
+    gradients_like,
     heads_in_order,
     ids_or,
     keys,
@@ -89,12 +90,6 @@ def launch_forward(
 kimi_delta_forward = operator("kimi_delta_forward", launch_forward, replayed=True)
 
 
-@torch.library.register_fake(kimi_delta_forward)
-def _(q, k, v, log_decay, beta, initial_state, document_ids, chunk_size, options):
-    final = v.new_empty((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=torch.float32)
-    return v.new_empty(v.shape), final, *_kept(k, v, chunk_size)
-
-
 def _kept(k: Tensor, v: Tensor, C: int) -> tuple[Tensor, ...]:
     """Room for transforms, scores, queries and keys with their decays; for beta, running sums and decays of chunks (fp32); for
     states and errors."""
@@ -149,16 +144,13 @@ def launch_backward(
             q, k, sums, weights, ids, states, d_states, errors, d_written, dy, d_scores, d_system, dq, dk, d_log_decay,
             *sizes, *strides(q, k, dy), **shape, SHARE=share, DOCUMENTS=document_ids is not None, **tile,
         )  # fmt: skip
-    if share > 1:
-        dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
-    found = zip((dq, dk, dv, d_log_decay, d_beta.sum(0)), like, strict=True)
-    return *(gradient.to(one.dtype) for gradient, one in found), d_initial
+    return *gradients_like((dq, dk, dv, d_log_decay, d_beta.sum(0)), like), d_initial
 
 
 kimi_delta_backward = operator("kimi_delta_backward", launch_backward, replayed=True)
 
 
-differentiable(kimi_delta_forward, kimi_delta_backward)
+differentiable(kimi_delta_forward, kimi_delta_backward, lambda k, v, _, chunk_size, *__: _kept(k, v, chunk_size))
 
 
 def _all_keys(tile: Tile, K: int, V: int) -> dict[str, int]:

@@ -11,7 +11,6 @@ from llmtrain.kernels import operation as base
 from llmtrain.kernels.mamba3.reference import State
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operation import BySequence, Draw, Function, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 SIZES = ((32, 64, 128), (64, 64, 128))
 """Heads, head_dim and d_state; the first is what the authors' kernels are tuned for."""
@@ -19,6 +18,7 @@ SIZES = ((32, 64, 128), (64, 64, 128))
 
 class Mamba3(BySequence):
     name, spec, tuned = "mamba3", Mamba3Spec, False
+    slow_reference = True
     leaves = (
         *("q", "k", "v", "_log_decay", "_dt", "_later", "_rate", "q_bias", "k_bias", "D"),
         *("_h", "_angle", "_last_k", "_last_v"),
@@ -75,10 +75,6 @@ class Mamba3(BySequence):
 
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         yield "scan", Shape(Mamba3Spec(4, 64, 64, 1, 16, 64, dtype), base.SELFTEST_BATCH, base.SELFTEST_LEN)
-
-    def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """Backends to time; not the reference on a GPU, which takes the memory of seven tensors like k of every head in fp32."""
-        return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
 
 OPERATION = Mamba3()

@@ -38,8 +38,3 @@ class Mamba3Spec:
 
 def refuse_triton_rotations(spec: Mamba3Spec, platform: Platform | None) -> str | None:
     return refuse_triton_scan(spec.scan, platform)
-
-
-def preference(spec: Mamba3Spec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`. The reference keeps seven tensors like k of each head in fp32."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

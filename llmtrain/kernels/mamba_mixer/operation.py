@@ -12,7 +12,6 @@ from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.mamba_mixer.reference import compose
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
 from llmtrain.kernels.operation import BySequence, Draw, Shape, Work
-from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.operation import SIZES
 from llmtrain.kernels.ssd.spec import SSDSpec
 
@@ -20,6 +19,7 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 class MambaMixer(BySequence):
     # dA is a number per head, and the error of each is relative to a sum that may come out small: few draws settle nothing.
     name, spec, draws, tuned = "mamba_mixer", MambaMixerSpec, 8, False
+    slow_reference = True
     leaves = ("projection", "conv_weight", "conv_bias", "A", "D", "dt_bias", "norm_weight", "_state")
 
     @property
@@ -73,10 +73,6 @@ class MambaMixer(BySequence):
     def selftests(self, dtype: str) -> Iterator[tuple[str, Shape]]:
         spec = self.of_sizes(4, 64, 64, dtype, chunk_size=64)
         yield "conv, scan, norm", Shape(spec, base.SELFTEST_BATCH, base.SELFTEST_LEN)
-
-    def backends(self, shape: Shape, here: Platform) -> list[str]:
-        """Backends to time; on a GPU without the reference, whose scan compiles for many seconds."""
-        return [name for name in super().backends(shape, here) if here.vendor == "cpu" or name != "reference"]
 
     def of_parts(
         self, spec: MambaMixerSpec, conv: Callable[..., Tensor], scan: Callable[..., Tensor],

@@ -52,8 +52,3 @@ def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
             f"{spec.chunk_size}"
         )
     return refuse_package(("mamba_ssm",), "mamba-ssm", platform)
-
-
-def preference(spec: SSDSpec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
