@@ -191,12 +191,6 @@ class Engine:
         tokens = [active.request.tokens[-1].id for active in self.live]
         return list(range(len(tokens))), self.slots.step(tokens)
 
-    def cancel_all(self) -> None:
-        """End every request, those that wait too."""
-        for request in [*self.waiting, *(active.request for active in self.active())]:
-            request.cancelled = True
-        self._drop_cancelled()
-
     def weights_changed(self) -> None:
         """Forget what was read with other weights. Nothing may be under way."""
         assert not self.busy, "requests are under way"

@@ -71,11 +71,6 @@ def _refuse_triton_step(spec: Spec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
 
 
-def _ours_first(spec: Spec, platform: Platform) -> tuple[str, ...]:
-    """Backends from fastest to slowest, for `auto`: of scans, and of the operations on one new token per row."""
-    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")
-
-
 _SDPA = "llmtrain.kernels.attention.sdpa"
 
 
@@ -215,18 +210,18 @@ _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {
     "attention": attention.preference,
     "rotary": rotary.preference,
     "norm": norm.preference,
-    "ssd": _ours_first,
+    "ssd": ssd.preference,
     "conv1d": conv1d.preference,
     "gated_norm": gated_norm.preference,
     "mamba_mixer": mamba_mixer.preference,
     "gated_delta": gated_delta.preference,
     "kimi_delta": gated_delta.preference,
-    "mamba3": _ours_first,
+    "mamba3": ssd.preference,
     "experts": experts.preference,
-    "attention_step": _ours_first,
-    "ssd_step": _ours_first,
-    "conv1d_step": _ours_first,
-    "mamba3_step": _ours_first,
+    "attention_step": ssd.preference,
+    "ssd_step": ssd.preference,
+    "conv1d_step": ssd.preference,
+    "mamba3_step": ssd.preference,
 }
 # A config that names a third-party scan gets that package's convolution and norm too.
 _BELONGS = {"mamba_ssm": ("causal_conv1d", "reference")}

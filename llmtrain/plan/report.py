@@ -18,12 +18,10 @@ from llmtrain.schema.config import Config
 from llmtrain.start import cost_of_start
 
 
-def print_description(
-    description: Description, config: Config, points: Sequence[Scale] = (), console: Console | None = None
-) -> None:
+def print_description(description: Description, config: Config, points: Sequence[Scale] = ()) -> None:
     """Prints every part; what is estimated or assumed says so. points: predictions of `describe --nodes`, one of which is the
     description's speed."""
-    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    console = _console()
     d, model = description, config.model
     console.print(f"[bold]{d.name}[/]  {d.n_layers} layers: {d.layers}", soft_wrap=True)
     for name, block in model.blocks.items():
@@ -80,21 +78,18 @@ def print_description(
         _note(console, "For expected tokens/s and time: --gpu h200 [--mfu 0.5] [--world-size N], or train.peak_tflops")
 
 
-def print_scaling(points: Sequence[Scale], console: Console | None = None) -> None:
+def print_scaling(points: Sequence[Scale]) -> None:
     """Prints predictions of `describe --nodes`."""
-    console = console or Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    console = _console()
     bubbles = ["bubble"] if any(point.bubble for point in points) else []
     table = _table("Predicted", "GPUs", "sharding", "step", "exposed", *bubbles, "kept", "tokens/s", "memory")
     for point in points:
         table.add_row(
             f"{point.gpus:,}",
-            point.sharding,
-            duration(point.step_seconds),
-            duration(point.exposed) if point.exposed else "0",
+            *_step(point),
             *[share(point.bubble / point.step_seconds, 1) for _ in bubbles],
             share(point.kept),
-            decimal(point.tokens_per_second, ""),
-            binary(point.memory) if point.fits else f"[red]{binary(point.memory)}, too much[/]",
+            *_speed_and_memory(point),
         )
     console.print(table)
     _note(
@@ -104,23 +99,24 @@ def print_scaling(points: Sequence[Scale], console: Console | None = None) -> No
     )
 
 
+def _step(point: Scale) -> tuple[str, str, str]:
+    return point.sharding, duration(point.step_seconds), duration(point.exposed) if point.exposed else "0"
+
+
+def _speed_and_memory(point: Scale) -> tuple[str, str]:
+    size = binary(point.memory)
+    return decimal(point.tokens_per_second, ""), size if point.fits else f"[red]{size}, too much[/]"
+
+
 def print_meshes(found: Mapping[int, Scale]) -> None:
     """Prints predictions for one number of GPUs by the number of stages of a pipeline, where there are several."""
     if len(found) < 2:
         return
-    console = Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    console = _console()
     table = _table("Stages", "train.parallel.pipeline", "sharding", "step", "exposed", "bubble", "tokens/s", "memory")
     for stages, point in found.items():
-        size = binary(point.memory)
-        table.add_row(
-            str(stages),
-            point.sharding,
-            duration(point.step_seconds),
-            duration(point.exposed) if point.exposed else "0",
-            share(point.bubble / point.step_seconds, 1),
-            decimal(point.tokens_per_second, ""),
-            size if point.fits else f"[red]{size}, too much[/]",
-        )
+        bubble = share(point.bubble / point.step_seconds, 1)
+        table.add_row(str(stages), *_step(point), bubble, *_speed_and_memory(point))
     console.print(table)
     best = max(
         (stages for stages in found if found[stages].fits), key=lambda n: found[n].tokens_per_second, default=None
@@ -147,7 +143,7 @@ def print_links(found: Sequence[AtRate]) -> None:
     """Prints the fastest meshes over networks of several rates."""
     if not found:
         return
-    console = Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
+    console = _console()
     table = _table("Fastest meshes", "Gbit/s per GPU", "tokens/s", "without stages", "tokens/s", "with stages")
     for one in found:
         of_both = [
@@ -156,6 +152,10 @@ def print_links(found: Sequence[AtRate]) -> None:
         ]
         table.add_row(f"{one.link * 8 / 1e9:g}", *(text for some in of_both for text in some))
     console.print(table)
+
+
+def _console() -> Console:
+    return Console(width=min(100, shutil.get_terminal_size((100, 24)).columns), highlight=False)
 
 
 def _export(d: Description) -> str:

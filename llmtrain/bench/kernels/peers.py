@@ -48,13 +48,13 @@ def compile_share(k: int, n: int) -> Iterator[None]:
         Autotuner.run, JITFunction.run = tune, launch
 
 
-def hasten(warmup_ms: int = 3, rep_ms: int = 12) -> None:
+def hasten() -> None:
     """Make all existing autotuners time their variants for a shorter while."""
     import triton
     from triton.runtime.autotuner import Autotuner
 
     def bench(call: Any, quantiles: Any) -> Any:
-        return triton.testing.do_bench(call, warmup=warmup_ms, rep=rep_ms, quantiles=quantiles)
+        return triton.testing.do_bench(call, warmup=3, rep=12, quantiles=quantiles)
 
     for one in gc.get_objects():
         if issubclass(type(one), Autotuner):  # isinstance would look into dead weak references

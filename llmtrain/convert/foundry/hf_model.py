@@ -105,17 +105,15 @@ def _gpt2(config: dict[str, Any], model: Settings) -> dict[str, Any]:
         )
     if get("embd_pdrop", 0.1) != dropout:
         model.left("config_overrides", f"dropout is one number; {dropout:g}, resid_pdrop, was taken")
-    return _decoder(
-        vocab=get("vocab_size", 50257),
-        d_model=d_model,
-        positions=get("n_positions", 1024),
-        blocks={"attn": _biased_block(get("n_head", 12), get("n_inner") or 4 * d_model)},
-        layers=f"attn*{get('n_layer', 12)}",
-        eps=get("layer_norm_epsilon", 1e-5),
-        tie=get("tie_word_embeddings", True),
-        dropout=dropout,
-        init={"std": get("initializer_range", 0.02), "scale_residual": True},
-    )
+    blocks = {"attn": _biased_block(get("n_head", 12), get("n_inner") or 4 * d_model)}
+    stack = {
+        "d_model": d_model,
+        "max_seq_len": get("n_positions", 1024),
+        "blocks": blocks,
+        "layers": f"attn*{get('n_layer', 12)}",
+    }
+    init = {"std": get("initializer_range", 0.02), "scale_residual": True}
+    return _decoder(config, stack, vocab_size=50257, eps=get("layer_norm_epsilon", 1e-5), dropout=dropout, init=init)
 
 
 def _gpt_neo(config: dict[str, Any], model: Settings) -> dict[str, Any]:
@@ -133,17 +131,15 @@ def _gpt_neo(config: dict[str, Any], model: Settings) -> dict[str, Any]:
     kinds = get("attention_types") or [[["global", "local"], get("num_layers", 24) // 2]]
     layers = " ".join(f"({' '.join(names[kind] for kind in group)})*{times}" for group, times in kinds)
     used = {names[kind] for group, _ in kinds for kind in group}
-    return _decoder(
-        vocab=get("vocab_size", 50257),
-        d_model=d_model,
-        positions=get("max_position_embeddings", 2048),
-        blocks={name: value for name, value in blocks.items() if name in used},
-        layers=layers,
-        eps=get("layer_norm_epsilon", 1e-5),
-        tie=get("tie_word_embeddings", True),
-        dropout=get("resid_dropout", 0.0),
-        init={"std": get("initializer_range", 0.02), "scale_residual": False},
-    )
+    blocks = {name: value for name, value in blocks.items() if name in used}
+    stack = {
+        "d_model": d_model,
+        "max_seq_len": get("max_position_embeddings", 2048),
+        "blocks": blocks,
+        "layers": layers,
+    }
+    init, dropout = {"std": get("initializer_range", 0.02), "scale_residual": False}, get("resid_dropout", 0.0)
+    return _decoder(config, stack, vocab_size=50257, eps=get("layer_norm_epsilon", 1e-5), dropout=dropout, init=init)
 
 
 def _opt(config: dict[str, Any], model: Settings) -> dict[str, Any]:
@@ -161,41 +157,21 @@ def _opt(config: dict[str, Any], model: Settings) -> dict[str, Any]:
         model.left(
             "pretrained_model_name_or_path", f"OPT's dropout of {dropout:g} leaves the embedding out; ours does not"
         )
-    return _decoder(
-        vocab=get("vocab_size", 50272),
-        d_model=get("hidden_size", 768),
-        positions=get("max_position_embeddings", 2048),
-        blocks={"attn": _biased_block(get("num_attention_heads", 12), get("ffn_dim", 3072))},
-        layers=f"attn*{get('num_hidden_layers', 12)}",
-        eps=1e-5,
-        tie=get("tie_word_embeddings", True),
-        dropout=dropout,
-        init={"std": get("init_std", 0.02), "scale_residual": False},
-    )
+    blocks = {"attn": _biased_block(get("num_attention_heads", 12), get("ffn_dim", 3072))}
+    stack = {"d_model": get("hidden_size", 768), "max_seq_len": get("max_position_embeddings", 2048), "blocks": blocks}
+    stack |= {"layers": f"attn*{get('num_hidden_layers', 12)}"}
+    init = {"std": get("init_std", 0.02), "scale_residual": False}
+    return _decoder(config, stack, vocab_size=50272, eps=1e-5, dropout=dropout, init=init)
 
 
 def _decoder(
-    *,
-    vocab: int,
-    d_model: int,
-    positions: int,
-    blocks: Any,
-    layers: str,
-    eps: float,
-    tie: bool,
-    dropout: float,
-    init: Any,
-) -> dict[str, Any]:
-    """A decoder with learned positions, LayerNorm and GELU."""
+    config: dict[str, Any], stack: dict[str, Any], *, vocab_size: int, eps: float, dropout: float, init: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """A decoder with learned positions, LayerNorm and GELU. stack: d_model, max_seq_len, blocks and layers."""
     section = {
-        "vocab_size": vocab,
-        "d_model": d_model,
-        "max_seq_len": positions,
-        "positions": "learned",
+        **{"vocab_size": config.get("vocab_size", vocab_size), **stack, "positions": "learned"},
         "norm": {"type": "layernorm", "bias": True, "eps": eps},
-        "blocks": blocks,
-        "layers": layers,
-        "tie_embeddings": tie,
+        "tie_embeddings": config.get("tie_word_embeddings", True),
     }
     return section | ({"dropout": dropout} if dropout else {}) | {"init": init}
 

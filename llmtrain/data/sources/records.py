@@ -106,11 +106,9 @@ def whole(file: SourceFile) -> Slice:
     return Slice(file, 0, file.size)
 
 
-def read_slice(
-    part: Slice, text_key: str, told: Callable[[str, int], None] | None = None
-) -> Iterator[DocumentPiece | BadRecord]:
+def read_slice(part: Slice, text_key: str) -> Iterator[DocumentPiece | BadRecord]:
     """Yield the documents of a slice and its unreadable records. Raises SetAside. See read_pieces."""
-    for item in read_pieces(part, text_key, told):
+    for item in read_pieces(part, text_key):
         if isinstance(item, BadRecord):
             yield item
         else:

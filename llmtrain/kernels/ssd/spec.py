@@ -52,3 +52,8 @@ def refuse_mamba_ssm(spec: SSDSpec, platform: Platform | None) -> str | None:
             f"{spec.chunk_size}"
         )
     return refuse_package(("mamba_ssm",), "mamba-ssm", platform)
+
+
+def preference(spec: object, platform: Platform) -> tuple[str, ...]:
+    """Backends from fastest to slowest, for `auto`: of scans, and of the operations on one new token per row."""
+    return ("reference",) if platform.vendor == "cpu" else ("triton", "reference")

@@ -49,6 +49,7 @@ class HybridDecoder(Decoder):
         found, refusals = settings.layer_blocks(config, self.architecture, self.kinds, self.experts), Refusals()
         for key, block in settings.used_blocks(config):
             self.refuse_wiring(f"model.blocks.{key}", block, config, refusals)
+        settings.refuse_uneven_scans(config, self.architecture, refusals)
         refusals.check(OtherLayersError)
         return found
 
@@ -60,8 +61,6 @@ class HybridDecoder(Decoder):
         if any(isinstance(part, Mamba2Block) for part in every_part):
             instead = f"{self.architecture} has swiglu beside mamba2; set type: swiglu"
             refusals.unless(kind in ("swiglu", None), f"{key}.mlp.type", kind, instead)
-        if isinstance(block, Mamba2Block):
-            settings.refuse_uneven_scan(key, block, config.d_model, self.architecture, refusals)
 
     def write_mixers(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         # Of mixers that are in no layer the classes need sizes that fit.

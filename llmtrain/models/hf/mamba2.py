@@ -65,9 +65,7 @@ class Mamba2:
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         block, refusals = self._blocks(config)[0], Refusals()
-        for name, one in settings.used_blocks(config):
-            assert isinstance(one, Mamba2Block)
-            settings.refuse_uneven_scan(f"model.blocks.{name}", one, config.d_model, self.architecture, refusals)
+        settings.refuse_uneven_scans(config, self.architecture, refusals)
         refusals.check()
         written = settings.class_config(
             Mamba2Config,

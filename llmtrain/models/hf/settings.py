@@ -327,7 +327,10 @@ def refuse_other_wiring(
     refusals.unless(mlp is not None, f"{key}.mlp", mlp, f"{architecture} has an MLP in every layer; give one")
 
 
-def refuse_uneven_scan(key: str, block: Mamba2Block, d_model: int, architecture: str, refusals: Refusals) -> None:
-    """Refuse a scan whose channels are no multiple of d_model."""
-    inner, instead = block.inner_width(d_model), f"{architecture} has a multiple of d_model ({d_model})"
-    refusals.unless(inner % d_model == 0, f"{key}.d_inner", inner, f"{instead}; set expand and d_inner: null")
+def refuse_uneven_scans(config: ModelConfig, architecture: str, refusals: Refusals) -> None:
+    """Refuse scans of blocks whose channels are no multiple of d_model."""
+    instead = f"{architecture} has a multiple of d_model ({config.d_model}); set expand and d_inner: null"
+    for name, block in used_blocks(config):
+        if isinstance(block, Mamba2Block):
+            inner = block.inner_width(config.d_model)
+            refusals.unless(inner % config.d_model == 0, f"model.blocks.{name}.d_inner", inner, instead)

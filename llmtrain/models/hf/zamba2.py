@@ -81,9 +81,7 @@ class Zamba2:
         key, shared = _shared_block(config, refusals)
         if shared is not None:
             self._refuse_shared(config, key, shared, refusals)
-        for name, one in settings.used_blocks(config):
-            assert isinstance(one, Mamba2Block)
-            settings.refuse_uneven_scan(f"model.blocks.{name}", one, config.d_model, self.architecture, refusals)
+        settings.refuse_uneven_scans(config, self.architecture, refusals)
         refusals.check()
         kinds = ["hybrid" if layer.shared else "mamba" for layer in config.layer_list()]
         fields = {
