@@ -67,9 +67,9 @@ class _Handler(ResettingHandler):
 
     def do_GET(self) -> None:
         owner = self.owner
-        time.sleep(owner.delay)
         name = self.path.partition("?")[0].lstrip("/")
         owner.requests[name] += 1
+        time.sleep(owner.delay)
         kind = owner.fault(dict.fromkeys(("500", "503", "reset"), owner.failures / 3))
         if kind == "reset":
             return self.reset()

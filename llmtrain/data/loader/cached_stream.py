@@ -128,6 +128,9 @@ class CachedStream:
 
     def _download(self, name: str, path: str) -> None:
         clients: Any = self._clients  # one of each thread: a failed one is replaced, not under another thread
+        os.environ.setdefault(
+            "AWS_MAX_ATTEMPTS", "1"
+        )  # Fetcher tries again; botocore's own five would each take `timeout`
         if not hasattr(clients, "own"):
             clients.own = CloudDownloader.get(self.remote)
         try:

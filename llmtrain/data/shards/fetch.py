@@ -8,6 +8,7 @@ that ends, however it does; a holder that neither ends nor finishes is waited fo
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import random
 import re
@@ -32,6 +33,8 @@ Download = Callable[[str, str], None]
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 """Seconds between attempts."""
+_LONG_ATTEMPT = 5.0
+"""Seconds from which a failed attempt is shown."""
 _OF_THIS_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
 """Errors that another attempt would meet again."""
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
@@ -166,6 +169,7 @@ class Fetcher:
             raise ShardError(f"{self.folder / name} does not exist, and the stream has no remote")
         reason, wait = None, _FIRST_WAIT
         for attempt in range(self.retries + 1):
+            began = time.monotonic()
             try:
                 content = self._attempt(number, name)
                 reason = fault(content)
@@ -180,7 +184,11 @@ class Fetcher:
             if reason is None:
                 return content
             if attempt < self.retries:
-                run_log.debug(f"{name}: attempt {attempt + 1} failed ({reason})")
+                slow = time.monotonic() - began > _LONG_ATTEMPT
+                run_log.log(
+                    logging.INFO if slow else logging.DEBUG,
+                    f"{self.source}{name}: attempt {attempt + 1} of {self.retries + 1} failed ({reason})",
+                )
                 time.sleep(wait * (0.5 + random.random()))
                 wait = min(2 * wait, _LONGEST_WAIT)
         raise ShardError(f"{self.source}{name} could not be downloaded in {self.retries + 1} attempts: {reason}")

@@ -8,6 +8,7 @@ import pytest
 
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.shards import fetch as shard_fetch
+from llmtrain.data.shards.index import ShardError
 from llmtrain.schema.data import DataConfig
 from tests.support.folder_store import FolderStore
 
@@ -42,6 +43,19 @@ def test_nothing_wrong_is_read_of_a_store_that_fails(tmp_path, write_shards, mon
     assert sorted(found) == list(range(320))
     with FolderStore(tmp_path) as store:
         assert read(store, tmp_path / "other", monkeypatch) == found
+
+
+def test_a_store_that_does_not_answer_is_asked_so_often_as_was_said_and_each_attempt_is_named(
+    tmp_path, write_shards, monkeypatch, caplog
+):
+    monkeypatch.setattr(shard_fetch, "_LONG_ATTEMPT", 0.1)
+    caplog.set_level("INFO", "llmtrain.run")
+    write_shards(tmp_path / "bucket/data", 8)
+    options = {"download_retries": 2, "download_timeout": 0.3}
+    with FolderStore(tmp_path, delay=1.5) as store, pytest.raises(ShardError, match="in 3 attempts: "):
+        read(store, tmp_path / "cache", monkeypatch, **options)
+    assert store.requests.total() == 3
+    assert "s3://bucket/data/index.json: attempt 2 of 3 failed (ReadTimeoutError: Read timeout" in caplog.text
 
 
 @pytest.mark.slow
