@@ -1,10 +1,13 @@
 """The base of the sections of objectives. No torch here."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmtrain.config.base import Problem
 from llmtrain.models.sections.feed_forward import ImplementedSection
+
+if TYPE_CHECKING:
+    from llmtrain.objectives.policy.sections import EngineRollout
 
 
 class ObjectiveSection(ImplementedSection):
@@ -29,6 +32,15 @@ class ObjectiveSection(ImplementedSection):
     def trained_per_sample(self) -> int:
         """Sequences of a step (train.global_batch_size) that are made of one sample of the data."""
         return 1
+
+    @property
+    def own_rollout(self) -> "EngineRollout | None":
+        """How the model that is trained draws answers in the run, where it does."""
+        return None
+
+    def answers_drawn(self, samples_per_step: int) -> int:
+        """Answers that are drawn at once, over all ranks."""
+        return 0
 
     def problems_beside(self, seq_len: int, has_beginning: bool) -> Iterator[Problem]:
         """Settings that do not fit data.seq_len, or a run that begins without trained weights (init_from, or adapters on some)."""

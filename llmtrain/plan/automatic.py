@@ -1,5 +1,5 @@
-"""Choices for `auto` in train.sharding, train.activation_checkpointing and train.microbatch_size: the fastest that fits, by the
-estimate of memory.py.
+"""Choices for `auto` in train.sharding, train.activation_checkpointing, train.microbatch_size and objective.rollout.weights: the
+fastest that fits, by the estimate of memory.py.
 
 Shardings from fast to slow, as measured on two H200s over NVLink (MPT-1B; tokens/s kept of one GPU's): grad_op with one gradient
 sync a step 98 %, grad_op 94 %, full 92 %. Over several nodes hybrid comes first, where only gradients cross the network, once a
@@ -7,7 +7,7 @@ step where that fits (not measured). Recomputation costs more than any of them, 
 `Candidate.time`. No torch here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmtrain.flops.units import binary
 from llmtrain.plan.candidates import CHOSEN, candidates_of_auto
@@ -28,11 +28,35 @@ class ResolvedConfig:
 def resolve_auto(
     config: Config, sizes: ParameterSizes, world_size: int, local_size: int, available: float | None
 ) -> ResolvedConfig:
-    """A config with every `auto` of sharding, recomputation and microbatch replaced.
+    """A config with every `auto` of sharding, recomputation, microbatch and rollouts replaced.
 
     local_size: ranks of one node. available: bytes of a GPU; None: without GPUs, where nothing is gained by more memory.
     Raises UserError where the batch cannot be split over the ranks.
     """
+    rollout = config.objective.own_rollout
+    if rollout is None or rollout.weights != "auto":
+        return _resolved(config, sizes, world_size, local_size, available)
+    why = "train.float8 has none"
+    if config.train.float8 is None:
+        copied = _resolved(_drawing(config, "copied"), sizes, world_size, local_size, available)
+        needed = estimate_memory(copied.config, sizes, world_size).total
+        if available is None or needed <= CHOSEN * available:
+            return replace(copied, reasons=(*copied.reasons, "objective.rollout.weights auto: copied"))
+        why = f"with a copy the estimate is {binary(needed)} of {binary(available)}"
+    found = _resolved(_drawing(config, "gathered"), sizes, world_size, local_size, available)
+    return replace(found, reasons=(*found.reasons, f"objective.rollout.weights auto: gathered ({why})"))
+
+
+def _drawing(config: Config, weights: str) -> Config:
+    """The config with objective.rollout.weights."""
+    assert config.objective.own_rollout is not None
+    rollout = config.objective.own_rollout.model_copy(update={"weights": weights})
+    return config.model_copy(update={"objective": config.objective.model_copy(update={"rollout": rollout})})
+
+
+def _resolved(
+    config: Config, sizes: ParameterSizes, world_size: int, local_size: int, available: float | None
+) -> ResolvedConfig:
     train = config.train
     if "auto" not in (train.sharding.strategy, train.activation_checkpointing.type, train.microbatch_size):
         return ResolvedConfig(config, ())

@@ -55,6 +55,8 @@ def decisions(
     if train.float8 is not None:
         casts = "triton" if casts_by_triton(train.float8, platform) else "compiled"
         found["train.float8.casts"] = (train.float8.casts, casts)
+    if (rollout := given.objective.own_rollout) and (chosen := config.objective.own_rollout):
+        found["objective.rollout.weights"] = (rollout.weights, chosen.weights)
     decided = {setting: value for setting, (was, value) in found.items() if was in ("auto", None)}
     return decided | _backends(kernels)
 

@@ -15,6 +15,8 @@ fp32):
                  about 2 for those of 8-bit AdamW. With optimizer.offload three parts of it, each of OFFLOADED_AT_ONCE parameters or
                  of a larger one, as far as they need more than activations and loss do, which are not there then
     average      4 T / S with train.ema
+    rollouts     of a policy that draws its own answers: keys, values and states of objective.rollout.rows answers, prefix_mb, and with
+                 `weights: copied` b P of weights, without frozen ones where no other rank has a part of them
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
                  among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
     activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
@@ -84,6 +86,8 @@ class ParameterSizes:
     """Of the frozen, those in 4 bits (adapt.base: nf4), of which every rank has all."""
     frozen_head: bool = False
     """The weights of the logits are not trained, be they the head's or the embedding's."""
+    rollout_row: int = 0
+    """Bytes of keys, values and states for each answer that a rank draws at a time."""
     stages: tuple[StageSizes, ...] = ()
     """The stages of a pipeline, where there are any; the rest is of the whole model."""
 
@@ -127,6 +131,7 @@ class Memory:
     activations: int
     loss: int
     average: int
+    rollouts: int = 0
 
     @property
     def total(self) -> int:
@@ -208,7 +213,18 @@ def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _
         activations=activations,
         loss=loss,
         average=-(-4 * sizes.trained // shards) if train.ema else 0,
+        rollouts=_rollouts(config, sizes, world_size, width * (sizes.trained if shards == 1 else sizes.total - sizes.narrow)),
     )
+
+
+def _rollouts(config: Config, sizes: ParameterSizes, world_size: int, copies: int) -> int:
+    """copies: bytes of a copy of the weights."""
+    rollout = config.objective.own_rollout
+    if rollout is None:
+        return 0
+    drawn = config.objective.answers_drawn(config.samples_per_step) // world_size
+    slots = (min(rollout.rows, drawn) + 1) * sizes.rollout_row  # and one in which a prompt is read
+    return slots + round(rollout.prefix_mb * 1e6) + (copies if rollout.weights == "copied" else 0)
 
 
 def optimizer_bytes(config: OptimizerConfig, sizes: ParameterSizes) -> int:

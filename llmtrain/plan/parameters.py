@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
 from torch import nn
 
 from llmtrain.adapt.base import adapted, meta_model
 from llmtrain.adapt.nf4 import frozen_linears
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
+from llmtrain.models.cache import Cache
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layer_part import parts_of
@@ -184,7 +186,7 @@ def parameter_sizes(config: Config) -> ParameterSizes:
     if parallel.tensor > 1:
         model.split(TensorRanks(0, parallel.tensor))
     model = adapted(model, config.adapt)
-    whole = _sizes(model, config)
+    whole = replace(_sizes(model, config), rollout_row=_rollout_row(config))
     if len(spans_of) == 1:
         return whole
     total = sum(map(sum, costs))
@@ -198,6 +200,15 @@ def parameter_sizes(config: Config) -> ParameterSizes:
         for spans in spans_of
     ]
     return replace(whole, stages=tuple(stages))
+
+
+def _rollout_row(config: Config) -> int:
+    """Bytes of a row of the cache in which a policy draws its own answers (generate/slots.py)."""
+    if config.objective.own_rollout is None:
+        return 0
+    seq_len = config.data.seq_len
+    model = meta_model(config.model, dtype=getattr(torch, config.train.dtype))
+    return Cache(model, 1, seq_len + max(64, seq_len // 4), longest=seq_len).nbytes
 
 
 def _sizes(model: HybridLM, config: Config) -> ParameterSizes:

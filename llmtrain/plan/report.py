@@ -254,6 +254,9 @@ def _memory(d: Description, config: Config) -> Table:
         f"checkpointing {d.checkpointing})": d.memory.activations,
         f"logits and loss ({'plain' if train.loss.type == 'plain' else 'chunked'})": d.memory.loss,
     }
+    if (rollout := config.objective.own_rollout) is not None:
+        copied = d.decided.get("objective.rollout.weights", rollout.weights) == "copied"
+        rows[f"rollouts ({rollout.rows} rows{', a copy of the weights' if copied else ''})"] = d.memory.rollouts
     for name, size in rows.items():
         table.add_row(name, binary(size), share(size / d.gpu_memory) if d.gpu_memory else "")
     table.add_section()

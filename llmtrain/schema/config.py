@@ -107,6 +107,9 @@ class Config(Section):
             self.data.seq_len, self.init_from is not None or (self.adapt is not None and self.adapt.adds_alone)
         ):
             yield Problem(f"objective.{problem.path}", problem.found, problem.message)
+        if train.float8 is not None and objective.own_rollout and objective.own_rollout.weights == "copied":
+            text = "copies of weights are not in float8, as those of train.float8 are; use auto or gathered"
+            yield self.problem_at("objective.rollout.weights", text)
         prepare = self.data.prepare
         if prepare is not None and objective.packing not in (None, prepare.packing):
             text = f"makes samples of several prompts or of parts; objective: {objective.type_name} needs {objective.packing}"

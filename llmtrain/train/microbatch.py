@@ -142,10 +142,11 @@ def choose_microbatch(
         for parameter in model.parameters():
             parameter.zero_()
     estimate = estimate_memory(resolved, sizes, world.size)
-    # In place of the optimizer's state, which comes with its first step.
-    reserve = torch.empty(estimate.optimizer, dtype=torch.uint8, device=device)
+    # In place of the optimizer's state, which comes with its first step, and of what rollouts hold.
+    reserve = torch.empty(estimate.optimizer + estimate.rollouts, dtype=torch.uint8, device=device)
     gauge.begin()
-    fixed = _most(max(gauge.allocated(), estimate.weights + estimate.gradients + estimate.optimizer), device)
+    fixed = estimate.weights + estimate.gradients + estimate.optimizer + estimate.rollouts
+    fixed = _most(max(gauge.allocated(), fixed), device)
     limit = MEASURED * -_most(-gauge.available(), device)
     # Each size compiles every kind of layer anew.
     torch._dynamo.config.recompile_limit += 4 * len(config.model.blocks) * (_MOST_TRIALS + len(allowed))

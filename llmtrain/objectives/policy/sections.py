@@ -93,6 +93,10 @@ class EngineRollout(Section):
     """Answers that a rank draws at a time; memory for their keys, values and states is taken at the start."""
     prefix_mb: NonNegativeFloat = free(64.0)
     """Megabytes for the states behind prompts: the answers of a group then read their prompt once. 0: none."""
+    weights: Literal["auto", "copied", "gathered"] = free("auto")
+    """copied: answers are drawn with a copy of the weights in the format of the computation, whole on each rank, which stays in
+    memory and is brought up to date before each rollout; on a GPU each token is then a recorded CUDA graph. gathered: with the
+    trainer's own, which FSDP2 gathers for a rollout, without graphs. auto: copied where memory allows it."""
 
 
 class ServerRollout(Section):
@@ -189,6 +193,13 @@ class PolicySection(ObjectiveSection):
     @property
     def trained_per_sample(self) -> int:
         return self.group_size * self.epochs
+
+    @property
+    def own_rollout(self) -> EngineRollout | None:
+        return self.rollout if isinstance(self.rollout, EngineRollout) else None
+
+    def answers_drawn(self, samples_per_step: int) -> int:
+        return samples_per_step * self.steps_per_rollout * self.group_size
 
     def problems_beside(self, seq_len: int, has_beginning: bool) -> Iterator[Problem]:
         if self.kl is not None and self.kl.reference is None and not has_beginning:

@@ -6,40 +6,44 @@ from collections.abc import Collection, Sequence
 from llmtrain.generate.engine import Engine, Request
 from llmtrain.generate.options import Sampling
 from llmtrain.models.causal_lm import CausalLM
-from llmtrain.objectives.policy.sections import EngineRollout, PolicySection
+from llmtrain.objectives.policy.sections import PolicySection
+from llmtrain.schema.config import Config
 from llmtrain.train.rollouts.answers import Answer
+from llmtrain.train.rollouts.copied_weights import CopiedWeights
 
 
 class EngineSource:
     """Draws answers by the model itself. An answer depends on the run's seed, its step, its sample and its number in the group: not
-    on ranks, nor, with `deterministic`, on the answers beside it. seq_len: most tokens of a prompt and an answer together."""
+    on ranks, nor, with `deterministic`, on the answers beside it. gathers: draws by the trained model itself."""
 
     def __init__(
         self,
-        section: PolicySection,
-        model: CausalLM,
+        config: Config,
+        trained: CausalLM,
         ends: Collection[int],
-        *,
-        seed: int,
         answers: int,
-        seq_len: int,
-        deterministic: bool,
     ):
-        """answers: of this rank in a rollout. Raises UserError when the model's learned positions end before seq_len."""
-        rollout = section.rollout
-        assert isinstance(rollout, EngineRollout)
-        self.section, self.ends, self.seed = section, frozenset(ends), seed
+        """config: without `auto`, of a policy that draws its own answers. trained: with its weights. answers: of this rank in a
+        rollout. Raises UserError when the model's learned positions end before data.seq_len."""
+        assert isinstance(config.objective, PolicySection)
+        rollout, seq_len = config.objective.own_rollout, config.data.seq_len
+        assert rollout is not None
+        self.section, self.ends, self.seed = config.objective, frozenset(ends), config.seed
+        self.copied = CopiedWeights(config, trained) if rollout.weights == "copied" else None
+        self.gathers = self.copied is None
         self.engine = Engine(
-            model,
+            trained if self.copied is None else self.copied.model,
             rows=min(rollout.rows, answers),
             max_len=seq_len,
             piece=min(512, max(16, seq_len // 16)) if rollout.prefix_mb else None,
             prefix_bytes=int(rollout.prefix_mb * 1e6),
-            deterministic=deterministic,
+            deterministic=config.train.deterministic,
         )
 
     def draw(self, groups: Sequence[list[Answer]]) -> None:
-        """Fill in the answers to the prompts of some groups. Within `gathered`."""
+        """Fill in the answers to the prompts of some groups. Every rank calls it, within `gathered` where it `gathers`."""
+        if self.copied is not None:
+            self.copied.refresh()
         self.engine.weights_changed()
         answers = [(answer, number) for group in groups for number, answer in enumerate(group)]
         requests = [

@@ -33,7 +33,7 @@ from llmtrain.objectives.base import Batch
 from llmtrain.objectives.policy.losses import advantages
 from llmtrain.objectives.policy.objective import OLD, REFERENCE, Policy
 from llmtrain.objectives.policy.rewards import RewardProcess
-from llmtrain.objectives.policy.sections import EngineRollout, PolicySection
+from llmtrain.objectives.policy.sections import PolicySection
 from llmtrain.schema.training import Sharding
 from llmtrain.train.build import Training
 from llmtrain.train.rollouts.answers import Answer, answers_batch
@@ -82,16 +82,8 @@ class Rollouts(contextlib.ExitStack):
         )
         model, self.room = training.model, seq_len - section.max_new_tokens
         prompts = config.samples_per_step // world.data_size
-        if isinstance(section.rollout, EngineRollout):
-            self.source = EngineSource(
-                section,
-                model,
-                self.ends,
-                seed=config.seed,
-                answers=prompts * section.steps_per_rollout * section.group_size,
-                seq_len=seq_len,
-                deterministic=config.train.deterministic,
-            )
+        if section.own_rollout is not None:
+            self.source = EngineSource(config, model, self.ends, answers=section.answers_drawn(prompts))
         else:
             from llmtrain.train.rollouts.server import ServerSource
 
@@ -173,12 +165,11 @@ class Rollouts(contextlib.ExitStack):
         for at in set(range(len(groups))) - set(asked):
             for answer in groups[at]:
                 answer.prompt = []
-        with self._gathered():
-            with self.figures.timed("draw"):
-                self.source.draw([groups[at] for at in asked])
-            if OLD in self.objective.columns:
-                with self.figures.timed("reference"):
-                    self._add_old([one for at in asked for one in groups[at]])
+        with self.figures.timed("draw"), self._gathered() if self.source.gathers else contextlib.nullcontext():
+            self.source.draw([groups[at] for at in asked])
+        if OLD in self.objective.columns:
+            with self.figures.timed("reference"), self._gathered():
+                self._add_old([one for at in asked for one in groups[at]])
         with self.figures.timed("reward"):
             for at in asked:
                 question = questions[at]

@@ -25,6 +25,9 @@ _TOKEN = "token_id:"
 class ServerSource:
     """Draws answers by a server. An answer's seed depends on the run's seed, its step, its sample and its number in the group."""
 
+    gathers = False
+    """See EngineSource."""
+
     def __init__(self, section: PolicySection, ends: Collection[int], seed: int):
         """Raises UserError where the variable of the server's key is not set."""
         rollout = section.rollout
