@@ -79,9 +79,7 @@ def converters_of(config: ModelConfig, adapt: AdaptConfig | None) -> list[Conver
     return made
 
 
-def meta_model(
-    config: ModelConfig, adapt: AdaptConfig | None = None, dtype: torch.dtype | None = None
-) -> HybridLM:
+def meta_model(config: ModelConfig, adapt: AdaptConfig | None = None, dtype: torch.dtype | None = None) -> HybridLM:
     """The model without memory for its weights. adapt: of the run's config. dtype: of activations, default fp32."""
     with torch.device("meta"):
         # A backend changes no count and no name, but one made for a GPU could not be built on this machine.

@@ -15,8 +15,8 @@ fp32):
                  about 2 for those of 8-bit AdamW. With optimizer.offload three parts of it, each of OFFLOADED_AT_ONCE parameters or
                  of a larger one, as far as they need more than activations and loss do, which are not there then
     average      4 T / S with train.ema
-    rollouts     of a policy that draws its own answers: keys, values and states of objective.rollout.rows answers, prefix_mb, and with
-                 `weights: copied` b P of weights, without frozen ones where no other rank has a part of them
+    rollouts     of a policy that draws its own answers: keys, values and states of objective.rollout.rows answers, prefix_mb, and
+                 with `weights: copied` b P of weights, without frozen ones where no other rank has a part of them
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
                  among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
     activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
@@ -213,7 +213,9 @@ def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _
         activations=activations,
         loss=loss,
         average=-(-4 * sizes.trained // shards) if train.ema else 0,
-        rollouts=_rollouts(config, sizes, world_size, width * (sizes.trained if shards == 1 else sizes.total - sizes.narrow)),
+        rollouts=_rollouts(
+            config, sizes, world_size, width * (sizes.trained if shards == 1 else sizes.total - sizes.narrow)
+        ),
     )
 
 

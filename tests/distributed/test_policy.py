@@ -15,13 +15,14 @@ from llmtrain.schema.config import Config
 from llmtrain.train import run
 from llmtrain.train.report.loggers import read_metrics
 from llmtrain.train.rollouts.answers import Answer
+from llmtrain.train.rollouts.copied_weights import CopiedWeights
 from llmtrain.train.rollouts.store import RolloutFiles
 from tests.support import runs
 from tests.support.policy import GROUP, PROMPTS, policy_config, sums_data
 from tests.support.ranks import RankFailed
 
 NAMES = ("loss/train/total", "train/grad_norm", "policy/answers", "policy/entropy", "policy/kl", "policy/clipped")
-OF_ROLLOUTS = ("rollout/reward", "rollout/set_aside", "rollout/length", "tokens/trained")
+OF_ROLLOUTS = ("rollout/reward", "rollout/set_aside", "rollout/length", "tokens/trained", "policy/mismatch")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    config: Config, stop_before: int | None = None, full_before: int | None = None
+    config: Config, stop_before: int | None = None, full_before: int | None = None, stale: bool = False
 ) -> dict[str, dict[int, float]]:
-    """A job: metrics of a run by name and step. full_before: no rollout can be written from this step on, from 0."""
+    """A job: metrics of a run by name and step. full_before: no rollout can be written from this step on, from 0. stale: the copied
+    weights stay those of the first rollout."""
     recorder = runs.Recorder(stop_before)
     with runs.observed_by(recorder), contextlib.suppress(runs.Interrupted), pytest.MonkeyPatch.context() as patch:
         if full_before is not None:
@@ -44,6 +46,15 @@ def train(
                 write(self, step, answers)
 
             patch.setattr(RolloutFiles, "write", full)
+        if stale:
+            refresh, copied = CopiedWeights.refresh, set[int]()
+
+            def once(self: CopiedWeights) -> None:
+                if id(self) not in copied:
+                    copied.add(id(self))
+                    refresh(self)
+
+            patch.setattr(CopiedWeights, "refresh", once)
         run.train(config)
     torch.distributed.barrier()
     file = Path(config.run_dir) / "metrics.jsonl"
@@ -72,6 +83,24 @@ def test_ranks_and_microbatches_do_not_change_a_run(loss: str, data: Path, tmp_p
     assert [answer.ids for answer in first] == [answer.ids for answer in rollout(two, 1)]
     assert len({tuple(answer.ids) for answer in first}) > GROUP
     assert any(grad > 0 for grad in expected["train/grad_norm"].values())
+
+
+def test_a_run_is_the_same_with_copied_weights_and_with_gathered_ones(data: Path, tmp_path: Path, ranks):
+    found = {}
+    for weights in ("copied", "gathered"):
+        changes = {"objective.rollout": {"weights": weights}, "train.precision": "amp_bf16", "optimizer.lr": 0.05}
+        config = policy_config(data, tmp_path / weights, changes)
+        found[weights] = ranks(2).run(train, config)[0], [rollout(config, step) for step in range(1, 5)]
+    assert found["copied"] == found["gathered"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("stale", [False, True])
+def test_copied_weights_that_are_not_of_the_last_step_show(stale: bool, data: Path, tmp_path: Path, ranks):
+    config = policy_config(data, tmp_path / "run", {"objective.rollout": {"weights": "copied"}, "optimizer.lr": 0.05})
+    [found] = ranks(1).run(train, config, None, None, stale)
+    mismatch = found["policy/mismatch"]
+    assert mismatch[1] < 1e-6 and (mismatch[4] > 1e-3 if stale else mismatch[4] < 1e-6), mismatch
 
 
 @pytest.mark.ci

@@ -6,6 +6,8 @@ copies stay where they are between rollouts, so that graphs that read them stay 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,8 +26,8 @@ from llmtrain.train.parallel import chunk_mlps
 
 
 class CopiedWeights:
-    """`model`: the trained one in eval mode, without FSDP2, checkpointing and compilation, whole on each rank. What FSDP2 leaves alone
-    (frozen weights where no other rank has a part of them) is the same memory in both; the rest is what `refresh` has copied."""
+    """`model`: the trained one in eval mode, without FSDP2, checkpointing and compilation, whole on each rank. What FSDP2 leaves
+    alone (frozen weights where no other rank has a part of them) is the same memory in both; `refresh` copies the rest."""
 
     def __init__(self, config: Config, trained: CausalLM):
         """config: without `auto`, of the run. trained: whose weights are set."""
@@ -76,5 +78,6 @@ class CopiedWeights:
                 alone.append((copy, source))
         if alone:
             torch._foreach_copy_([copy for copy, _ in alone], local_parts([source for _, source in alone]))
-        for copy, source in shared:  # rounded before it is sent, as FSDP2 does
-            copy.copy_(source.detach().to(copy.dtype).full_tensor())
+        for copy, source in shared:
+            rounded = cast("DTensor", source.to(copy.dtype))  # before it is sent, as FSDP2 does
+            copy.copy_(rounded.full_tensor())

@@ -1,6 +1,7 @@
 """Choices for `auto`: the fastest that fits, and none that was not left to it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from llmtrain.plan.candidates import CHOSEN
 from llmtrain.plan.memory import ParameterSizes, estimate_memory
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
+from tests.support.policy import policy_config
 
 MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
 SIZES = ParameterSizes(total=1_300_000_000, root=100_000_000, largest_layer=50_000_000)
@@ -129,3 +131,20 @@ def test_float8_takes_microbatches_of_a_multiple_of_16_tokens():
 
 def test_on_a_cpu_a_microbatch_has_about_4096_tokens():
     assert microbatch(available=None) == 2
+
+
+def test_weights_are_copied_for_rollouts_where_that_fits(tmp_path: Path):
+    def weights_of(available: float | None, **changes: Any) -> str:
+        changed = policy_config(tmp_path, tmp_path / "run", {"objective.rollout": {}} | changes)
+        resolved = resolve_auto(changed, SIZES, 1, 1, available)
+        assert len(resolved.reasons) == 1
+        rollout = resolved.config.objective.own_rollout
+        assert rollout is not None
+        return rollout.weights
+
+    copied = policy_config(tmp_path, tmp_path / "run", {"objective.rollout": {"weights": "copied"}})
+    limit = estimate_memory(copied, SIZES, 1).total / CHOSEN
+    assert weights_of(limit * 1.0001) == weights_of(None) == "copied"
+    assert weights_of(limit * 0.9999) == "gathered"
+    assert resolve_auto(copied, SIZES, 1, 1, 1.0).config.objective == copied.objective  # as it is given
+    assert weights_of(None, **{"train.float8": {}, "train.precision": "amp_bf16"}) == "gathered"

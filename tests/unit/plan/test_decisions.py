@@ -56,6 +56,7 @@ def test_describe_shows_every_documented_setting():
     found = described("h200", 8, *float8).decided
     found |= described("h200", 8, "train.parallel.tensor=2").decided
     found |= described("h200", 8, name="experts-350m").decided
+    found |= described("h200", 1, name="quickstart-rl").decided
     shown = {re.sub(r"blocks\.\w+", "blocks.NAME", setting) for setting in found}
     with_auto, with_null = documented()
     assert with_auto | with_null == {

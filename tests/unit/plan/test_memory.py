@@ -3,11 +3,17 @@
 import json
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from llmtrain.generate.engine import Engine
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.spec import STORED_BYTES, STORED_FROM
+from llmtrain.kernels.platform import cpu
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.hybrid import HybridLM
 from llmtrain.plan.memory import (
     ParameterSizes,
     estimate_memory,
@@ -19,6 +25,7 @@ from llmtrain.plan.memory import (
 from llmtrain.plan.parameters import parameter_sizes
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
+from tests.support.policy import policy_config
 
 MPT_1B = Path(__file__).parents[3] / "yamls" / "pretrain" / "mpt-1b.yaml"
 MAMBA = {"type": "mamba2", "d_state": 64, "head_dim": 64}
@@ -311,3 +318,33 @@ def test_no_row_stores_more_or_shorter_sequences_than_is_counted():
     assert stored
     for launch in stored:
         assert 2 * launch.rows * launch.queries <= STORED_BYTES and launch.from_seq_len >= STORED_FROM
+
+
+def policy(tmp_path: Path, weights: str, **changes: Any) -> tuple[Config, ParameterSizes]:
+    settings = {"objective.rollout": {"weights": weights, "rows": 8, "prefix_mb": 1.0}, "train.precision": "amp_bf16"}
+    config = policy_config(tmp_path, tmp_path / "run", settings | changes)
+    return config, parameter_sizes(config)
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "fp32"])
+def test_rollouts_take_what_the_engine_allocates(precision: str, tmp_path: Path):
+    config, sizes = policy(tmp_path, "gathered", **{"train.precision": precision})
+    model = CausalLM(HybridLM(config.model, cpu(), getattr(torch, config.train.dtype)))
+    engine = Engine(model, rows=8, max_len=config.data.seq_len)
+    found = estimate_memory(config, sizes, 1).rollouts - 10**6
+    assert engine.nbytes <= found <= engine.nbytes * 1.1
+
+
+def test_a_copy_of_the_weights_is_counted_whole_on_each_rank(tmp_path: Path):
+    for ranks in (1, 4):
+        copied, gathered = (estimate_memory(*policy(tmp_path, weights), ranks) for weights in ("copied", "gathered"))
+        assert copied.rollouts - gathered.rollouts == 2 * parameter_sizes(policy(tmp_path, "copied")[0]).total
+        assert copied.total - copied.rollouts == gathered.total - gathered.rollouts
+
+
+def test_frozen_weights_are_not_copied_on_one_rank(tmp_path: Path):
+    adapt = {"adapt": {"lora": {"rank": 4}}, "init_from": "a-checkpoint"}
+    for ranks, of in ((1, "trained"), (2, "total")):
+        copied, gathered = (policy(tmp_path, weights, **adapt) for weights in ("copied", "gathered"))
+        more = estimate_memory(*copied, ranks).rollouts - estimate_memory(*gathered, ranks).rollouts
+        assert more == 2 * getattr(copied[1], of)
