@@ -15,7 +15,7 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from llmtrain.train.build import build
 from llmtrain.train.rollouts.copied_weights import CopiedWeights
-from llmtrain.train.rollouts.gathered import gathered
+from llmtrain.train.rollouts.rollouts import gathered
 from tests.support.tiny import BLOCKS, tiny_config
 
 EXPERTS = {
