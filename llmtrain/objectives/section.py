@@ -35,7 +35,7 @@ class ObjectiveSection(ImplementedSection):
 
     @property
     def own_rollout(self) -> "EngineRollout | None":
-        """How the model that is trained draws answers in the run, where it does."""
+        """Settings by which the model that is trained draws answers in the run, where it does."""
         return None
 
     def answers_drawn(self, samples_per_step: int) -> int:

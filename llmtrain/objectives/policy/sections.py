@@ -94,9 +94,9 @@ class EngineRollout(Section):
     prefix_mb: NonNegativeFloat = free(64.0)
     """Megabytes for the states behind prompts: the answers of a group then read their prompt once. 0: none."""
     weights: Literal["auto", "copied", "gathered"] = free("auto")
-    """copied: answers are drawn with a copy of the weights in the format of the computation, whole on each rank, which stays in
-    memory and is brought up to date before each rollout; on a GPU each token is then a recorded CUDA graph. gathered: with the
-    trainer's own, which FSDP2 gathers for a rollout, without graphs. auto: copied where memory allows it."""
+    """Weights that draw answers. copied: a copy in the format of the computation, whole on each rank, which stays in memory and is
+    brought up to date before each rollout; on a GPU each token is then a recorded CUDA graph. gathered: the trainer's own, which
+    FSDP2 gathers for a rollout, without graphs. auto: copied where memory allows it."""
 
 
 class ServerRollout(Section):
