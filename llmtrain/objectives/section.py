@@ -1,13 +1,11 @@
 """The base of the sections of objectives. No torch here."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from llmtrain.config.base import Problem
 from llmtrain.models.sections.feed_forward import ImplementedSection
-
-if TYPE_CHECKING:
-    from llmtrain.objectives.policy.sections import EngineRollout
+from llmtrain.objectives.engine_rollout import EngineRollout
 
 
 class ObjectiveSection(ImplementedSection):
@@ -34,7 +32,7 @@ class ObjectiveSection(ImplementedSection):
         return 1
 
     @property
-    def own_rollout(self) -> "EngineRollout | None":
+    def own_rollout(self) -> EngineRollout | None:
         """Settings by which the model that is trained draws answers in the run, where it does."""
         return None
 

@@ -17,6 +17,7 @@ from llmtrain.config.base import (
     free,
 )
 from llmtrain.config.texts import PathText
+from llmtrain.objectives.engine_rollout import EngineRollout
 from llmtrain.objectives.section import ObjectiveSection
 
 RewardName = Literal["exact", "regex", "math", "code", "function"]
@@ -83,20 +84,6 @@ class KLSection(Section):
     reference: PathText | None = None
     """A run's folder, a checkpoint, or a folder in Hugging Face format. Default: with adapters the model without them; else the
     weights of init_from."""
-
-
-class EngineRollout(Section):
-    """Answers by the model that is trained, in the run."""
-
-    type: Literal["engine"] = "engine"
-    rows: PositiveInt = free(64)
-    """Answers that a rank draws at a time; memory for their keys, values and states is taken at the start."""
-    prefix_mb: NonNegativeFloat = free(64.0)
-    """Megabytes for the states behind prompts: the answers of a group then read their prompt once. 0: none."""
-    weights: Literal["auto", "copied", "gathered"] = free("auto")
-    """Weights that draw answers. copied: a copy in the format of the computation, whole on each rank, which stays in memory and is
-    brought up to date before each rollout; on a GPU each token is then a recorded CUDA graph. gathered: the trainer's own, which
-    FSDP2 gathers for a rollout, without graphs. auto: copied where memory allows it."""
 
 
 class ServerRollout(Section):
