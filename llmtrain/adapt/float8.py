@@ -7,14 +7,17 @@ from torch import nn
 
 from llmtrain.adapt.base import Converter
 from llmtrain.errors import UserError
+from llmtrain.kernels.experts.float8 import build as build_experts
 from llmtrain.kernels.platform import Platform, float8_refusal
 from llmtrain.logs import run_log
-from llmtrain.models.float8_products import exclude_problems, float8_products
+from llmtrain.models.float8_products import exclude_problems, float8_experts, float8_products
 from llmtrain.models.sections.float8 import Float8Config
+
+SAVED_EXPERTS = "llmtrain.float8_experts_forward.default"
 
 
 class Float8(Converter):
-    """Linear layers that `float8_products` names compute in float8; parameters stay what they are.
+    """Linear layers and experts that float8_products.py names compute in float8; parameters stay what they are.
 
     shards: ranks over which FSDP2 will shard a weight's rows. Those it cannot share evenly are gathered in bf16.
     """
@@ -24,8 +27,8 @@ class Float8(Converter):
 
     def convert(self, model: nn.Module, platform: Platform) -> None:
         """Raises UserError where torchao is missing, a pattern matches nothing, or the device has no float8 unit."""
-        products = float8_products(model, self.config)
-        if problems := list(exclude_problems(self.config, products)):
+        products, experts = float8_products(model, self.config), float8_experts(model, self.config)
+        if problems := list(exclude_problems(self.config, {**products, **experts})):
             raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
         if importlib.util.find_spec("torchao") is None:
             raise UserError("train.float8 needs torchao: pip install 'llmtrain[float8]'")
@@ -43,12 +46,16 @@ class Float8(Converter):
             kind = CastOnceProjection
 
         chosen = {name for name, product in products.items() if product.left_out is None}
-        if chosen:
+        of_experts = [one.layer for one in experts.values() if one.left_out is None]
+        for layer in of_experts:
+            layer.kernel = build_experts(layer.kernel.spec, platform, self.config.recipe, self.config.emulate)
+        if chosen or of_experts:
             emulated = ", emulated in bf16" if self.config.emulate else ""
             which = f"{len(chosen)} of {len(products)} linear layers"
+            which += f" and {len(of_experts)} of {len(experts)} layers of experts" if experts else ""
             run_log.info(f"float8 ({self.config.recipe}{emulated}): {which}; `llmtrain describe` names the others")
         else:
-            why = ", ".join(sorted({product.left_out or "" for product in products.values()}))
+            why = ", ".join(sorted({one.left_out or "" for one in (*products.values(), *experts.values())}))
             run_log.warning(
                 f"train.float8 has no effect: every product stays in bf16 ({why}; `llmtrain describe` names them)"
             )
@@ -59,7 +66,7 @@ class Float8(Converter):
 
     def saved_ops(self) -> set[str]:
         """The largest magnitudes, of which scales are made: a number for a tensor or a row, and a pass over all of it to find."""
-        return {"aten.max.default", "aten.amax.default"}
+        return {"aten.max.default", "aten.amax.default"} | ({SAVED_EXPERTS} if self.config.experts else set())
 
 
 def casts_by_triton(config: Float8Config, platform: Platform) -> bool:

@@ -128,9 +128,10 @@ def _float8_problems(config: Config) -> Iterator[Problem]:
         yield Problem("train.float8", None, "needs torchao: pip install 'llmtrain[float8]'")
     if float8.exclude:
         from llmtrain.adapt.base import meta_model  # imports torch
-        from llmtrain.models.float8_products import exclude_problems, float8_products
+        from llmtrain.models.float8_products import exclude_problems, float8_experts, float8_products
 
-        yield from exclude_problems(float8, float8_products(meta_model(config.model), float8))
+        model = meta_model(config.model)
+        yield from exclude_problems(float8, {**float8_products(model, float8), **float8_experts(model, float8)})
 
 
 def _in_context_problems(config: Config) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Linear layers whose products are in float8 (train.float8), and the reasons of the others."""
+"""Linear layers whose products are in float8 (train.float8), experts too, and the reasons of the others."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from llmtrain.config.base import Problem
+from llmtrain.kernels.experts.spec import ExpertsSpec, refuse_float8
+from llmtrain.models.feed_forward.experts import Experts
 from llmtrain.models.init import clean_name
 from llmtrain.models.layers import Linear
 from llmtrain.models.sections.float8 import MULTIPLE, Float8Config
@@ -39,8 +41,41 @@ def float8_products(model: nn.Module, config: Float8Config) -> dict[str, Float8P
     }
 
 
+@dataclass(frozen=True)
+class ExpertProducts:
+    """Both products of a layer's experts: spec, of this rank's. left_out: as of Float8Product."""
+
+    layer: Experts
+    left_out: str | None
+
+    @property
+    def spec(self) -> ExpertsSpec:
+        return self.layer.kernel.spec
+
+    @property
+    def matrix(self) -> int:
+        """Numbers of an expert's two matrices."""
+        return self.spec.d_model * (self.spec.d_in + self.spec.d_ff)
+
+
+def float8_experts(model: nn.Module, config: Float8Config) -> dict[str, ExpertProducts]:
+    """Every layer of experts, by the name of the module of their weights."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            name = clean_name(f"{name}.experts")
+            reason = None if config.experts else "train.float8.experts"
+            reason = "train.float8.exclude" if excluded(name, config) else reason
+            found[name] = ExpertProducts(module, reason or refuse_float8(module.kernel.spec))
+    return found
+
+
+def excluded(name: str, config: Float8Config) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in config.exclude)
+
+
 def exclude_problems(config: Float8Config, products: Mapping[str, object]) -> Iterator[Problem]:
-    """Patterns that match no linear layer. products: of `float8_products`."""
+    """Patterns that match no linear layer and no experts. products: of `float8_products` and `float8_experts`."""
     for i, pattern in enumerate(config.exclude):
         if not any(fnmatchcase(name, pattern) for name in products):
             examples = ", ".join(list(products)[:3])
@@ -54,7 +89,7 @@ def exclude_problems(config: Float8Config, products: Mapping[str, object]) -> It
 def _reason(name: str, linear: Linear, config: Float8Config) -> str | None:
     if not linear.parts:
         return "the head"
-    if any(fnmatchcase(name, pattern) for pattern in config.exclude):
+    if excluded(name, config):
         return "train.float8.exclude"
     if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
         return f"not a multiple of {MULTIPLE}"

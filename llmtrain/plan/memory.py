@@ -18,7 +18,8 @@ fp32):
     rollouts     of a policy that draws its own answers: keys, values and states of objective.rollout.rows answers, prefix_mb, and
                  with `weights: copied` b P of weights, without frozen ones where no other rank has a part of them
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
-                 among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both
+                 among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both.
+                 Of experts one matrix of a layer is in 1 byte beside that in b bytes, for a while
     activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
                  section (saved_bytes), as compiled blocks with fused attention keep it; with checkpointing, what is kept plus one
                  layer's worth in full. Ranks that share sequences (train.parallel.context) keep those of their tokens, what a block
@@ -70,6 +71,8 @@ class ParameterSizes:
     """Of the trained, those that an optimizer of matrices takes: see models/parameters.py."""
     float8: int = 0
     """Of the total, those of products in float8 (train.float8)."""
+    float8_copy: int = 0
+    """Numbers of the largest matrix of a layer's experts whose products are in float8, on a rank that divides them."""
     float8_inputs: int = 0
     """Channels of their inputs, over all layers."""
     float8_beside: int = 0
@@ -201,6 +204,7 @@ def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _
     gradients = max(sizes.trained - sizes.elsewhere, 0) if once_a_step else -(-sizes.trained // shards)
     of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
     activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside, layers)
+    activations += of_float8.float8_copy
     loss = _loss(config, width, head_gradient=not sizes.frozen_head) if layers.ends else 0
     optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
     if config.optimizer.offload:  # in the place of activations, which a step has not

@@ -14,7 +14,7 @@ from llmtrain.adapt.nf4 import frozen_linears
 from llmtrain.errors import UserError
 from llmtrain.flops.peaks import Device
 from llmtrain.models.cache import Cache
-from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_products
+from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_experts, float8_products
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.layer_part import parts_of
 from llmtrain.models.mixers.attention import Attention
@@ -70,13 +70,15 @@ class MatrixOptimizer:
 
 @dataclass(frozen=True)
 class Float8Description:
-    """Linear layers with train.float8. share: of the products' FLOPs in float8. left_out: (layers, why), equal ones of all layers
-    together: `blocks.*.mixer.in_proj, 2560 -> 10448`. refused: why a run on the GPU ends before it begins, if it does."""
+    """Linear layers and experts with train.float8. share: of the products' FLOPs in float8. left_out: (layers, why), equal ones of
+    all layers together: `blocks.*.mixer.in_proj, 2560 -> 10448`. refused: why a run on the GPU ends before it begins, or None."""
 
     recipe: str
     share: float
     left_out: list[tuple[str, str]]
     refused: str | None
+    experts: bool = False
+    """There are experts, in float8 or not."""
 
 
 def components(model: HybridLM) -> list[Component]:
@@ -151,17 +153,24 @@ def _products_with_uses(model: HybridLM, config: Float8Config) -> Iterator[tuple
 
 def float8_description(model: HybridLM, config: Float8Config, device: Device | None) -> Float8Description:
     """Raises UserError for a pattern of train.float8.exclude that matches nothing."""
-    if problems := list(exclude_problems(config, float8_products(model, config))):
+    experts = float8_experts(model, config)
+    if problems := list(exclude_problems(config, {**float8_products(model, config), **experts})):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
-    work, alike = {True: 0, False: 0}, defaultdict[tuple[str, str], list[tuple[str, str | None]]](list)
+    work, alike = [0.0, 0.0], defaultdict[tuple[str, str], list[tuple[str, str | None]]](list)
     for name, product, used in _products_with_uses(model, config):
         work[product.left_out is None] += product.d_in * product.d_out * used
         alike[_anywhere(name), f"{product.d_in} -> {product.d_out}"].append((name, product.left_out))
+    for name, found in experts.items():
+        spec, share = found.spec, 0 if found.left_out else 2 / 3  # gradients of weights stay in bf16
+        for at, part in enumerate((1 - share, share)):
+            work[at] += spec.top_k * found.matrix * part
+        widths = f"{spec.d_model} -> {spec.d_in}, {spec.d_ff} -> {spec.d_model}"
+        alike[_anywhere(name), f"{spec.n_experts} x ({widths})"].append((name, found.left_out))
     left_out = [left for (anywhere, shape), found in alike.items() for left in _left_out(anywhere, shape, found)]
     refused = None
     if device is not None and device.peak("fp8") is None and not config.emulate:
         refused = f"{device.title} has no float8 units"
-    return Float8Description(config.recipe, work[True] / sum(work.values()), left_out, refused)
+    return Float8Description(config.recipe, work[True] / sum(work), left_out, refused, bool(experts))
 
 
 def _left_out(anywhere: str, shape: str, found: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
@@ -231,7 +240,9 @@ def _sizes(model: HybridLM, config: Config) -> ParameterSizes:
             weights += product.d_in * product.d_out
             inputs += product.d_in * used
             beside += product.d_in * used if _reads_attention(model, name) else 0
+    found = [] if float8 is None else [one for one in float8_experts(model, float8).values() if one.left_out is None]
     sizes, expert = [count(layer) for layer in layers], config.train.parallel.expert
+    copies = [one.spec.n_experts // expert * one.spec.d_model * max(one.spec.d_in, one.spec.d_ff) for one in found]
     divided = [[module for _, part in parts_of(block) for module in part.split_modules()] for block in model.blocks]
     apart = [count(parameter for module in some for parameter in module.parameters()) for some in divided]
     return ParameterSizes(
@@ -241,6 +252,7 @@ def _sizes(model: HybridLM, config: Config) -> ParameterSizes:
         elsewhere=sum(apart) - sum(apart) // expert,
         matrices=sum(p.numel() for p, info in infos.items() if info.trainable and info.matrix_rows),
         float8=weights,
+        float8_copy=max(copies, default=0),
         float8_inputs=inputs,
         float8_beside=beside,
         head=count(head),

@@ -43,7 +43,7 @@ def print_description(description: Description, config: Config, points: Sequence
             f"{m.other_parameters:,} by AdamW: {escape(', '.join([*m.others, 'vectors']))}\n"
         )
     if d.float8 is not None:
-        products = f"{share(d.float8.share)} of the linear layers' products"
+        products = f"{share(d.float8.share)} of the products of linear layers" + " and experts" * d.float8.experts
         console.print(f"[bold]float8 ({d.float8.recipe}): {products}[/]", soft_wrap=True)
         if d.float8.left_out:
             console.print(_float8(d.float8))

@@ -3,13 +3,15 @@
 import math
 import os.path
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from llmtrain.config.addresses import local_folder
 from llmtrain.config.base import Problem, Section, Seed, free
 from llmtrain.config.texts import LocalPath, RunName
 from llmtrain.errors import UserError
+from llmtrain.kernels.experts.spec import refuse_float8
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.sections.float8 import MULTIPLE
+from llmtrain.models.sections.float8 import MULTIPLE, Float8Config
 from llmtrain.objectives.sections import NextTokenSection, ObjectiveConfig
 from llmtrain.schema.adapt import AdaptConfig
 from llmtrain.schema.data import DataConfig
@@ -171,7 +173,11 @@ class Config(Section):
 
     def _float8_problems(self) -> Iterator[Problem]:
         """A product for the gradient of a weight sums over the tokens of a microbatch on one rank. `auto` has sizes that do."""
-        if self.train.float8 is None or self.train.microbatch_size == "auto":
+        if self.train.float8 is None:
+            return
+        if self.train.float8.experts:
+            yield from self._float8_expert_problems(self.train.float8)
+        if self.train.microbatch_size == "auto":
             return
         tokens = self.microbatch_tokens(self.train.microbatch_size)
         if tokens % MULTIPLE:
@@ -181,6 +187,24 @@ class Config(Section):
                 f"needs microbatches whose tokens are a multiple of {MULTIPLE}; "
                 f"train.microbatch_size x data.seq_len is {tokens} on one rank",
             )
+
+    def _float8_expert_problems(self, float8: Float8Config) -> Iterator[Problem]:
+        """Experts that cannot be in float8, and are not left out."""
+        key, model = "train.float8.experts", self.model
+        experts, layers = model.experts(), model.layer_list()
+        if not experts:
+            yield Problem(key, True, "is of experts, and no block has an mlp of type experts; use false")
+        for name, mlp in experts.items():
+            names = [f"blocks.{i}.mlp.experts" for i, layer in enumerate(layers) if layer.block == name]
+            if all(any(fnmatchcase(one, pattern) for pattern in float8.exclude) for one in names):
+                continue
+            reason = refuse_float8(mlp.spec(model.d_model))
+            if reason is None and mlp.backend not in ("auto", "triton") and not float8.emulate:
+                reason = f"its backend {mlp.backend} has no float8, and triton has"
+            if reason is not None:
+                yield Problem(
+                    key, True, f"block {name}: {reason}; use false, or leave them out by train.float8.exclude"
+                )
 
     def _profile_problems(self) -> Iterator[Problem]:
         """A profile that begins after the last step. A run that resumes may have more steps before it: this is the least."""

@@ -22,6 +22,8 @@ MODEL: dict[str, Any] = {
     "train.precision": "amp_bf16",
 }
 FLOAT8 = {"emulate": True, "small_products": True}
+EXPERTS = ATTENTION | {"mlp": {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 48, "balance": {"weight": 0.0}}}
+OF_EXPERTS: dict[str, Any] = {"model.blocks": {**BLOCKS, "a": EXPERTS}, "model.layers": "m a a"}
 
 
 def config_of(shards: Path, run_dir: Path, float8: dict[str, Any] | None, **more: Any) -> Config:
@@ -72,11 +74,28 @@ def test_float8_rounds_what_bf16_does_not(ranks, shards, tmp_path):
     assert rounded == pytest.approx(exact, abs=0.05)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.ci)])
+def test_ranks_that_divide_experts_compute_what_one_computes(ranks, shards, tmp_path, recipe):
+    """tensorwise, the scale of rows is that of the rows of a rank: the same but for rounding."""
+    float8 = {**FLOAT8, "recipe": recipe, "experts": True}
+    [(losses, expected)] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS))
+    [(exact, _)] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, None, **OF_EXPERTS))
+    assert losses != pytest.approx(exact, abs=1e-5) and losses == pytest.approx(exact, abs=0.05)
+    for parallel, bound in (({}, 1e-5), ({"train.parallel.expert": 2}, 1e-5 if recipe == "rowwise" else 0.02)):
+        for found, weights in ranks(2).run(
+            losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS, **parallel)
+        ):
+            assert found == pytest.approx(losses, abs=bound)
+            if not parallel:
+                torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_recomputed_activations_change_nothing(ranks, shards, tmp_path, kind, recipe):
-    float8, checkpointing = {**FLOAT8, "recipe": recipe}, {"train.activation_checkpointing": {"type": kind}}
-    [kept] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, float8))
+    float8 = {**FLOAT8, "recipe": recipe, "experts": True}
+    checkpointing = {"train.activation_checkpointing": {"type": kind}} | OF_EXPERTS
+    [kept] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS))
     [recomputed] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, float8, **checkpointing))
     assert recomputed[0] == kept[0]
     torch.testing.assert_close(recomputed[1], kept[1], rtol=0, atol=0)

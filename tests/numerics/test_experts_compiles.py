@@ -11,21 +11,26 @@ from triton.compiler import ASTSource
 
 from llmtrain.bench.tune.compiling import platform_of
 from llmtrain.kernels.experts import triton as launch
+from llmtrain.kernels.experts import triton_float8
 from llmtrain.kernels.experts import triton_kernels as kernels
-from llmtrain.kernels.platform import shared_limit
+from llmtrain.kernels.platform import float8_format, shared_limit
 
 pytestmark = pytest.mark.compile
 POINTERS = {
     "product": ("a", "w", "out"),
     "weight_gradient": ("left", "right", "out"),
 }
-ELSE = {"slots": "*i32", "ends": "*i32"}
+ELSE = {"slots": "*i32", "ends": "*i32", "a_scale": "*fp32", "w_scale": "*fp32", "scale": "*fp32"}
 ARCHS = ["sm80", "sm89", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"]
 
 
 def compiled(name: str, arch: str) -> Any:
+    tiles = launch.tiles_for(name, platform_of(arch))
+    return compiled_kernel(getattr(kernels, name), arch, tiles, dict.fromkeys(POINTERS[name], "*bf16"))
+
+
+def compiled_kernel(kernel: Any, arch: str, tiles: launch.Tiles, pointers: dict[str, str], **more: Any) -> Any:
     amd = arch.startswith("gfx")
-    kernel, tiles = getattr(kernels, name), launch.tiles_for(name, platform_of(arch))
     names = [parameter.name for parameter in kernel.params]
     constants = {
         "GATHER_LEFT": True,
@@ -39,10 +44,11 @@ def compiled(name: str, arch: str) -> Any:
         "GROUP": launch.GROUP,
         "EVEN_K": True,
         # An inner stride of 1 is a constant to Triton.
-        **({"stride_k": 1} if name == "product" else {}),
+        **({"stride_k": 1} if kernel is kernels.product else {}),
+        **more,
     }
     constants = {key: value for key, value in constants.items() if key in names}
-    types = dict.fromkeys(POINTERS[name], "*bf16") | ELSE
+    types = pointers | ELSE
     signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in names}
     divisible = [
         key for key in names if signature[key].startswith("*") or key in ("K", "F", "M", "N", "stride_e", "stride_n")
@@ -61,11 +67,43 @@ def compiled(name: str, arch: str) -> Any:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", POINTERS)
 def test_each_product_fits(name, arch):
-    found = compiled(name, arch)
+    assert_fits(compiled(name, arch), arch)
+
+
+@pytest.mark.parametrize("arch", ["sm89", "sm90", "sm100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_products_in_float8_fit(arch, rowwise):
+    """Of gradients, in another format with a scale for each tensor."""
+    platform = platform_of(arch)
+    fnuz = float8_format(platform).endswith("uz")
+    weight = "*fp8e4b8" if fnuz else "*fp8e4nv"
+    rows = weight if rowwise else "*fp8e5b16" if fnuz else "*fp8e5"
+    pointers = {"a": rows, "w": weight, "out": "*bf16"}
+    tiles = triton_float8.tiles_for(platform)
+    found = compiled_kernel(triton_float8.product_float8, arch, tiles, pointers, ROWWISE=rowwise)
+    assert_fits(found, arch)
+    if arch.startswith("gfx"):
+        assert re.search(r"v_mfma_\w+(fp8|bf8|f8f6f4)", found.asm["amdgcn"])
+    elif arch == "sm90":
+        assert re.search(r"wgmma\S+e4m3", found.asm["ptx"])
+
+
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_casts_to_float8_fit(arch, transposed):
+    out = "*fp8e4b8" if arch == "gfx942" else "*fp8e4nv"
+    options = {"LARGEST": 448.0, "TRANSPOSED": transposed, "BLOCK": 64}
+    tiles = launch.Tiles(0, 0, 0, 4, 2)
+    assert_fits(
+        compiled_kernel(triton_float8.cast_matrices, arch, tiles, {"x": "*bf16", "out": out}, **options), arch, False
+    )
+
+
+def assert_fits(found: Any, arch: str, multiplies: bool = True) -> None:
     assert found.metadata.shared <= (shared_limit(arch) or 0)
     if arch.startswith("gfx"):
         spilled = re.search(r"\.vgpr_spill_count:\s+(\d+)", found.asm["amdgcn"])
         assert spilled is not None and int(spilled[1]) == 0
-        assert "v_mfma" in found.asm["amdgcn"]
+        assert not multiplies or "v_mfma" in found.asm["amdgcn"]
     elif arch == "sm90":
-        assert "wgmma" in found.asm["ptx"]
+        assert not multiplies or "wgmma" in found.asm["ptx"]

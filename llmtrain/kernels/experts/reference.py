@@ -118,11 +118,19 @@ def launch_weight_gradient(d: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([of_output.T @ group for of_output, group in pairs])
 
 
-def grouped_operators(suffix: str, product: Callable[..., Tensor], weight_gradient: Callable[..., Tensor]) -> Product:
-    """The product as an operator, opaque to the compiler, with its gradients."""
+def grouped_operators(
+    suffix: str,
+    product: Callable[..., Tensor],
+    weight_gradient: Callable[..., Tensor],
+    of_gradients: Callable[..., Tensor] | None = None,
+) -> Product:
+    """The product as an operator, opaque to the compiler, with its gradients. of_gradients: the product that the gradient of rows
+    is, where it is another."""
     forward = operator(f"grouped_product{suffix}", product)
+    of_rows = forward if of_gradients is None else operator(f"grouped_rows_gradient{suffix}", of_gradients)
+    for op in {forward, of_rows}:
+        torch.library.register_fake(op)(lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[1]))
     of_weight = operator(f"grouped_weight_gradient{suffix}", weight_gradient)
-    torch.library.register_fake(forward)(lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[1]))
     torch.library.register_fake(of_weight)(lambda d, rows, ends: d.new_empty(ends.shape[0], d.shape[1], rows.shape[1]))
 
     def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -131,7 +139,7 @@ def grouped_operators(suffix: str, product: Callable[..., Tensor], weight_gradie
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight, ends = ctx.saved_tensors
         d = d.contiguous()
-        d_rows = forward(d, weight.mT, ends) if ctx.needs_input_grad[0] else None
+        d_rows = of_rows(d, weight.mT, ends) if ctx.needs_input_grad[0] else None
         return d_rows, of_weight(d, rows, ends) if ctx.needs_input_grad[1] else None, None
 
     register_autograd(forward, backward, save)

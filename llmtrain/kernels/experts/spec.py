@@ -8,6 +8,7 @@ from llmtrain.kernels.refusals import refuse_triton
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 16
+FLOAT8_MULTIPLE = 16
 _WITHOUT_HOST = ("sm90", "sm100")
 """Architectures on which PyTorch's grouped product of bf16 does not wait for the host."""
 
@@ -56,6 +57,16 @@ def refuse_triton_rows(spec: ExpertsSpec, platform: Platform | None) -> str | No
     if spec.activation == "swiglu_clamped":
         return "our Triton kernels have no activation swiglu_clamped"
     return refuse_triton(spec.dtype, platform)
+
+
+def refuse_float8(spec: ExpertsSpec) -> str | None:
+    """Reason why products of experts are not in float8 (train.float8.experts)."""
+    if reason := refuse_triton_rows(spec, None):
+        return reason
+    for name, width in (("d_model", spec.d_model), ("d_ff", spec.d_ff)):
+        if width % FLOAT8_MULTIPLE:
+            return f"products in float8 take widths that are multiples of {FLOAT8_MULTIPLE}, and {name} of experts is {width}"
+    return None
 
 
 def preference(spec: ExpertsSpec, platform: Platform) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Kept for the backward pass are the first product's output and the order of the r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,13 @@ class Tiles:
     block_k: int
     num_warps: int
     num_stages: int
+    width: int = 2
+    """Bytes of a number."""
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the tiles that are loaded ahead, in 16 bits."""
-        return 2 * self.num_stages * self.block_k * (self.block_m + self.block_n)
+        """Bytes of the tiles that are loaded ahead."""
+        return self.width * self.num_stages * self.block_k * (self.block_m + self.block_n)
 
 
 _SQUARE = Tiles(128, 128, 64, 8, 3)
@@ -56,12 +59,13 @@ def tiles_for(kernel: str, platform: Platform) -> Tiles:
 
 
 @functools.cache
-def _tiles_on(device: torch.device, kernel: str) -> Tiles:
-    return tiles_for(kernel, detect(device))
+def on_device(device: torch.device, choose: Callable[..., Tiles], *kernel: str) -> Tiles:
+    """What choose(*kernel, platform) gives there."""
+    return choose(*kernel, detect(device))
 
 
 def tiles_of(rows: Tensor, kernel: str) -> Tiles:
-    return FULL if rows.dtype == torch.float32 else _tiles_on(rows.device, kernel)
+    return FULL if rows.dtype == torch.float32 else on_device(rows.device, tiles_for, kernel)
 
 
 class TritonExperts:
@@ -103,7 +107,7 @@ def _block(width: int) -> int:
     return min(_ROW_BLOCK, next_power_of_2(width))
 
 
-def _sum_slots(y: Tensor, weights: Tensor, weighted: bool) -> Tensor:
+def sum_slots(y: Tensor, weights: Tensor, weighted: bool) -> Tensor:
     """[T * top_k, D] -> [T, D]."""
     tokens, top_k = weights.shape
     out = y.new_empty(tokens, y.shape[1])
@@ -114,6 +118,15 @@ def _sum_slots(y: Tensor, weights: Tensor, weighted: bool) -> Tensor:
     return out
 
 
+def activate(h: Tensor, f: int, activation: str) -> Tensor:
+    """The activation [N, f] of the first product's output."""
+    act, block = h.new_empty(len(h), f), _block(f)
+    kernels.activate[len(h), cdiv(f, block)](
+        h, act, f, ACTIVATION=activation, GATED=activation in GATED, BLOCK=block, num_warps=4
+    )
+    return act
+
+
 def launch_forward(
     x: Tensor, slots: Tensor, ends: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -121,12 +134,9 @@ def launch_forward(
     x, weights, w_in, w_out = (t.contiguous() for t in (x, weights, w_in, w_out))
     if not len(slots):
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
-    h, f = _product(x, w_in, slots, ends, weights.shape[1], gather=True), w_out.shape[2]
-    act, block = x.new_empty(len(slots), f), _block(f)
-    kernels.activate[len(slots), cdiv(f, block)](
-        h, act, f, ACTIVATION=activation, GATED=activation in GATED, BLOCK=block, num_warps=4
-    )
-    return _sum_slots(_product(act, w_out, slots, ends, scatter=True), weights, weighted=True), h
+    h = _product(x, w_in, slots, ends, weights.shape[1], gather=True)
+    act = activate(h, w_out.shape[2], activation)
+    return sum_slots(_product(act, w_out, slots, ends, scatter=True), weights, weighted=True), h
 
 
 def launch_backward(
@@ -144,16 +154,31 @@ def launch_backward(
     dy, x, weights, w_in, w_out = (t.contiguous() for t in (dy, x, weights, w_in, w_out))
     if not len(slots):
         return tuple(torch.zeros_like(t) for t in (x, weights, w_in, w_out))
-    f, top_k = w_out.shape[2], weights.shape[1]
+    top_k = weights.shape[1]
     d_act = _product(dy, w_out, slots, ends, top_k, gather=True, transposed=True)
-    d_h, d_weights = torch.empty_like(h), torch.empty_like(weights)
+    d_h, d_weights = activation_gradients(d_act, h, slots, weights, activation)
+    d_x = sum_slots(_product(d_h, w_in, slots, ends, scatter=True, transposed=True), weights, weighted=False)
+    return d_x, d_weights, *weight_gradients(dy, x, d_act, d_h, slots, ends, top_k)
+
+
+def activation_gradients(
+    d_act: Tensor, h: Tensor, slots: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of h and weights; d_act [N, d_ff] becomes the activation times the rows' weights."""
+    f, d_h, d_weights = d_act.shape[1], torch.empty_like(h), torch.empty_like(weights)
     kernels.activate_backward[(len(slots),)](
         d_act, h, slots, weights, d_h, d_weights, f,
         ACTIVATION=activation, GATED=activation in GATED, BLOCK=_block(f), num_warps=4,
     )  # fmt: skip
-    d_x = _sum_slots(_product(d_h, w_in, slots, ends, scatter=True, transposed=True), weights, weighted=False)
+    return d_h, d_weights
+
+
+def weight_gradients(
+    dy: Tensor, x: Tensor, act: Tensor, d_h: Tensor, slots: Tensor, ends: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of w_in and w_out. act: times the rows' weights."""
     d_w_in = _weight_gradient(d_h, x, slots, ends, top_k, gather_left=False)
-    return d_x, d_weights, d_w_in, _weight_gradient(dy, d_act, slots, ends, top_k, gather_left=True)
+    return d_w_in, _weight_gradient(dy, act, slots, ends, top_k, gather_left=True)
 
 
 def _weight_gradient(left: Tensor, right: Tensor, slots: Tensor, ends: Tensor, top_k: int, gather_left: bool) -> Tensor:

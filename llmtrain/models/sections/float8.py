@@ -22,8 +22,11 @@ class Float8Config(Section):
     all_gather: bool | None = free(None)
     """Ranks exchange weights in float8 rather than bf16. Default: with tensorwise, which alone allows it."""
     exclude: list[Annotated[str, Field(min_length=1)]] = free([])
-    """Linear layers to leave in bf16, as patterns of their names in checkpoints without `.weight`: `blocks.0.*`, `*.out_proj`.
-    `*` also stands for dots."""
+    """Linear layers to leave in bf16, as patterns of their names in checkpoints without `.weight`: `blocks.0.*`, `*.out_proj`; and
+    experts, `*.mlp.experts`. `*` also stands for dots."""
+    experts: bool = free(False)
+    """The products of experts too, by our Triton kernels: in the forward pass and of their inputs' gradients; gradients of experts'
+    weights stay in bf16, whatever the recipe, since an expert has any number of rows. Ranks exchange these weights in bf16."""
     casts: Literal["auto", "compiled", "triton"] = free("auto")
     """Kernels that round to float8, with recipe: tensorwise. compiled: PyTorch's compiler makes them, as in torchao. triton: ours,
     which read a tensor once for both of its products; on NVIDIA. auto: triton on Hopper, where it is measured to be the faster,

@@ -5,11 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.adapt.float8 import Float8
+from llmtrain.errors import UserError
 from llmtrain.kernels.platform import Platform, cpu, float8_refusal
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.float8_products import exclude_problems, float8_products
+from llmtrain.models.float8_products import exclude_problems, float8_experts, float8_products
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.sections.float8 import Float8Config
+from llmtrain.schema.load import load_config
+from tests.support import experts
 
 
 def model_of(d_model: int, blocks: dict[str, Any], layers: str) -> HybridLM:
@@ -63,6 +67,74 @@ def test_widths_that_are_no_multiple_of_16_are_left_out():
     found = reasons(model_of(768, {"m": MAMBA}, "m"), small_products=True)
     assert found["blocks.0.mixer.in_proj"] == "not a multiple of 16"
     assert found["blocks.0.mixer.out_proj"] is None
+
+
+def expert_reasons(model: HybridLM, **config: Any) -> dict[str, str | None]:
+    return {name: one.left_out for name, one in float8_experts(model, Float8Config(**config)).items()}
+
+
+def test_experts_are_in_float8_where_they_are_asked_for():
+    model = HybridLM(experts.config(d_ff=32), cpu())
+    assert expert_reasons(model) == dict.fromkeys(
+        ("blocks.0.mlp.experts", "blocks.1.mlp.experts"), "train.float8.experts"
+    )
+    assert expert_reasons(model, experts=True, exclude=["blocks.1.*"]) == {
+        "blocks.0.mlp.experts": None,
+        "blocks.1.mlp.experts": "train.float8.exclude",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "widths that are multiples of 16, and d_ff of experts is 24"),
+        ({"d_ff": 32, "bias": True}, "no biases of experts"),
+        ({"d_ff": 32, "activation": "swiglu_clamped"}, "no activation swiglu_clamped"),
+        ({"d_ff": 32, "latent": 24}, "d_model of experts is 24"),
+    ],
+)
+def test_experts_that_no_kernel_serves_are_left_out(settings, reason):
+    found = expert_reasons(HybridLM(experts.config(**settings), cpu()), experts=True)
+    assert all(reason in (why or "") for why in found.values()) and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "reason"),
+    [
+        ("llama3-8b", "{experts: true}", "no block has an mlp of type experts; use false"),
+        ("gpt-oss-20b", "{experts: true}", "block attn: our Triton kernels have no biases of experts; use false, or"),
+        ("olmoe-1b-7b", "{experts: true, exclude: ['*.7.mlp.experts']}", "its backend grouped_mm has no float8"),
+        ("olmoe-1b-7b", "{experts: true, exclude: ['*.mlp.experts']}", None),
+        ("olmoe-1b-7b", "{experts: true, emulate: true}", None),
+    ],
+)
+def test_a_config_whose_experts_cannot_is_refused(preset, settings, reason):
+    changes = [f"train.float8={settings}", *(["model.blocks.attn.mlp.backend=grouped_mm"] if "olmoe" in preset else [])]
+    if reason is None:
+        assert load_config(f"pretrain/{preset}", changes).train.float8 is not None
+        return
+    with pytest.raises(UserError, match=r"train\.float8\.experts") as error:
+        load_config(f"pretrain/{preset}", changes)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_a_layer_with_experts_in_float8_is_close_to_that_without(recipe, tokens):
+    """Any number of rows to an expert; 1 token leaves two experts without any."""
+    found = []
+    for float8 in (False, True):
+        model = experts.build(d_ff=32, activation="swiglu", balance={"weight": 0.0}).hybrid
+        if float8:
+            Float8(Float8Config(recipe=recipe, experts=True, emulate=True), shards=1).convert(model, cpu())
+        layer = model.blocks[0].mlp
+        x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        y = layer(x, model.context(tokens, torch.device("cpu")))
+        leaves = [x, *layer.experts.parameters()]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    for exact, rounded in zip(*found, strict=True):
+        error = float((rounded - exact).norm() / exact.norm())
+        assert 1e-3 < error < 0.15
 
 
 def test_patterns_leave_out_what_they_match(hybrid):
