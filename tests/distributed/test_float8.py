@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.adapt.float8 import compute_scales_after_steps
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.local import folder_name
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.schema.config import Config
 from tests.support import sharded
 from tests.support.runs import read_tensors, train
@@ -23,7 +24,7 @@ MODEL: dict[str, Any] = {
 }
 FLOAT8 = {"emulate": True, "small_products": True}
 EXPERTS = ATTENTION | {"mlp": {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 48, "balance": {"weight": 0.0}}}
-OF_EXPERTS: dict[str, Any] = {"model.blocks": {**BLOCKS, "a": EXPERTS}, "model.layers": "m a a"}
+OF_EXPERTS: dict[str, Any] = {"model.blocks": {**BLOCKS, "a": EXPERTS}, "model.layers": "m (s+m) a"}
 
 
 def config_of(shards: Path, run_dir: Path, float8: dict[str, Any] | None, **more: Any) -> Config:
@@ -32,6 +33,15 @@ def config_of(shards: Path, run_dir: Path, float8: dict[str, Any] | None, **more
 
 def losses_and_weights(config: Config, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A job: the losses of some steps after the first, and the parameters after them, in full."""
+    model, losses = _steps(config, steps)
+    return losses, {name: full(p) for name, p in save_load.flat_state(model.hybrid, None).items()}
+
+
+def losses_of(config: Config) -> list[float]:
+    return _steps(config, 3)[1]
+
+
+def _steps(config: Config, steps: int) -> tuple[CausalLM, list[float]]:
     model, optimizer = sharded.build_causal_lm(config)
     if config.train.float8 is not None and config.train.float8.gathers:
         compute_scales_after_steps(model, optimizer)
@@ -43,7 +53,7 @@ def losses_and_weights(config: Config, steps: int = 3) -> tuple[list[float], dic
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: full(p) for name, p in save_load.flat_state(model.hybrid, None).items()}
+    return model, losses
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,13 +91,12 @@ def test_ranks_that_divide_experts_compute_what_one_computes(ranks, shards, tmp_
     [(losses, expected)] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS))
     [(exact, _)] = ranks(1).run(losses_and_weights, config_of(shards, tmp_path, None, **OF_EXPERTS))
     assert losses != pytest.approx(exact, abs=1e-5) and losses == pytest.approx(exact, abs=0.05)
-    for parallel, bound in (({}, 1e-5), ({"train.parallel.expert": 2}, 1e-5 if recipe == "rowwise" else 0.02)):
-        for found, weights in ranks(2).run(
-            losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS, **parallel)
-        ):
-            assert found == pytest.approx(losses, abs=bound)
-            if not parallel:
-                torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
+    for found, weights in ranks(2).run(losses_and_weights, config_of(shards, tmp_path, float8, **OF_EXPERTS)):
+        assert found == pytest.approx(losses, abs=1e-5)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
+    divided = config_of(shards, tmp_path, float8, **OF_EXPERTS, **{"train.parallel.expert": 2})
+    for found in ranks(2).run(losses_of, divided):
+        assert found == pytest.approx(losses, abs=1e-5 if recipe == "rowwise" else 0.02)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

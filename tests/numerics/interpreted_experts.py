@@ -1,5 +1,7 @@
 """Cases of test_mamba_parts_triton.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -107,7 +109,7 @@ def test_in_float8_the_error_is_that_of_the_emulation(monkeypatch, recipe, sizes
         inputs[0] *= 10.0 ** (torch.arange(tokens) % 5 - 2)[:, None]
         inputs[2] *= 2.0 ** (torch.arange(spec.d_in) % 3)[:, None]
     chosen, found = chosen_of(spec, tokens, kind), []
-    kernels = [float8.build(spec, cpu(), recipe, emulate) for emulate in (False, True)]
+    kernels: list[Any] = [float8.build(spec, cpu(), recipe, emulate) for emulate in (False, True)]
     for kernel, dtype in ((ReferenceExperts(spec), torch.float64), *((one, torch.float32) for one in kernels)):
         x, weights, w_in, w_out = (t.to(dtype).requires_grad_() for t in inputs)
         y = kernel(x, chosen, weights, w_in, w_out)

@@ -127,7 +127,7 @@ def test_a_layer_with_experts_in_float8_is_close_to_that_without(recipe, tokens)
         model = experts.build(d_ff=32, activation="swiglu", balance={"weight": 0.0}).hybrid
         if float8:
             Float8(Float8Config(recipe=recipe, experts=True, emulate=True), shards=1).convert(model, cpu())
-        layer = model.blocks[0].mlp
+        layer: Any = model.blocks[0].mlp
         x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
         y = layer(x, model.context(tokens, torch.device("cpu")))
         leaves = [x, *layer.experts.parameters()]
