@@ -110,13 +110,16 @@ def test_in_float8_the_error_is_that_of_the_emulation(monkeypatch, recipe, sizes
         inputs[2] *= 2.0 ** (torch.arange(spec.d_in) % 3)[:, None]
     chosen, found = chosen_of(spec, tokens, kind), []
     kernels: list[Any] = [float8.build(spec, cpu(), recipe, emulate) for emulate in (False, True)]
-    for kernel, dtype in ((ReferenceExperts(spec), torch.float64), *((one, torch.float32) for one in kernels)):
+    exact_one: Any = ReferenceExperts(spec)
+    for kernel, dtype in ((exact_one, torch.float64), *((one, torch.float32) for one in kernels)):
         x, weights, w_in, w_out = (t.to(dtype).requires_grad_() for t in inputs)
         y = kernel(x, chosen, weights, w_in, w_out)
         found.append([y.detach(), *torch.autograd.grad(y, (x, weights, w_in, w_out), up.to(dtype))])
     for exact, one, emulated in zip(*found, strict=True):
         error, allowed = (float((other.double() - exact).norm() / exact.norm()) for other in (one, emulated))
-        assert 1e-4 < error <= max(1.3 * allowed, 0.03) and allowed < 0.2, (error, allowed)
+        # The emulation computes the gradients of the rows' weights from outputs alone.
+        least = 0.04 if recipe == "rowwise" else 0.1
+        assert 1e-4 < error <= max(1.3 * allowed, least) and allowed < 0.2, (error, allowed)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

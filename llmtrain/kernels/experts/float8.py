@@ -44,7 +44,7 @@ class Float8Formats:
 
 
 def scales_of(x: Tensor, dims: tuple[int, ...], dtype: torch.dtype, rowwise: bool) -> Tensor:
-    """What numbers in float8 are multiplied by: x [...] -> fp32, with 1 in place of `dims`, over which the largest magnitude is
+    """Factors of numbers in float8: of x [...] -> fp32, with 1 in place of `dims`, over which the largest magnitude is
     taken. NaN where x has one, or an infinite number."""
     largest = torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
     scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max

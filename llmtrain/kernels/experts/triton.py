@@ -60,7 +60,7 @@ def tiles_for(kernel: str, platform: Platform) -> Tiles:
 
 @functools.cache
 def on_device(device: torch.device, choose: Callable[..., Tiles], *kernel: str) -> Tiles:
-    """What choose(*kernel, platform) gives there."""
+    """Result of choose(*kernel, platform) for the device's platform."""
     return choose(*kernel, detect(device))
 
 

@@ -74,7 +74,7 @@ def _product(
     rows: Tensor, weight: Tensor, slots: Tensor, ends: Tensor, top_k: int, dtypes: tuple[torch.dtype, torch.dtype],
     rowwise: bool, *, gather: bool = False, scatter: bool = False, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As triton._product, which casts both to `dtypes` before."""
+    """Product of triton._product, of both cast to `dtypes` before."""
     n, tiles = weight.shape[0], on_device(rows.device, tiles_for)
     summed, columns = rows.shape[1], weight.shape[2 if transposed else 1]
     left, left_scale = cast(rows[None], (2,) if rowwise else (1, 2), dtypes[0], rowwise)
