@@ -1,13 +1,15 @@
 """Linear layers in float8, by torchao: conversion, and the scales that FSDP2's float8 all-gather needs after each step."""
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import nn
 
 from llmtrain.adapt.base import Converter
 from llmtrain.errors import UserError
-from llmtrain.kernels.experts.float8 import build as build_experts
+from llmtrain.kernels.experts.float8 import Float8Formats, emulated_experts
+from llmtrain.kernels.experts.spec import ExpertsSpec
 from llmtrain.kernels.platform import Platform, float8_refusal
 from llmtrain.logs import run_log
 from llmtrain.models.float8_products import exclude_problems, float8_experts, float8_products
@@ -48,7 +50,7 @@ class Float8(Converter):
         chosen = {name for name, product in products.items() if product.left_out is None}
         of_experts = [one.layer for one in experts.values() if one.left_out is None]
         for layer in of_experts:
-            layer.kernel = build_experts(layer.kernel.spec, platform, self.config.recipe, self.config.emulate)
+            layer.kernel = experts_kernel(layer.kernel.spec, platform, self.config.recipe, self.config.emulate)
         if chosen or of_experts:
             emulated = ", emulated in bf16" if self.config.emulate else ""
             which = f"{len(chosen)} of {len(products)} linear layers"
@@ -67,6 +69,15 @@ class Float8(Converter):
     def saved_ops(self) -> set[str]:
         """The largest magnitudes, of which scales are made: a number for a tensor or a row, and a pass over all of it to find."""
         return {"aten.max.default", "aten.amax.default"} | ({SAVED_EXPERTS} if self.config.experts else set())
+
+
+def experts_kernel(spec: ExpertsSpec, platform: Platform, recipe: str, emulate: bool) -> Any:
+    """Experts in float8, with the signature of ReferenceExperts."""
+    if emulate:
+        return emulated_experts(spec, recipe)
+    from llmtrain.kernels.experts.triton_float8 import TritonFloat8Experts
+
+    return TritonFloat8Experts(spec, Float8Formats.of(recipe, platform))
 
 
 def casts_by_triton(config: Float8Config, platform: Platform) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.adapt.float8 import experts_kernel
 from llmtrain.kernels.experts import float8, triton_float8
 from llmtrain.kernels.experts.reference import ReferenceExperts, Rows
 from llmtrain.kernels.experts.spec import ExpertsSpec
@@ -109,7 +110,7 @@ def test_in_float8_the_error_is_that_of_the_emulation(monkeypatch, recipe, sizes
         inputs[0] *= 10.0 ** (torch.arange(tokens) % 5 - 2)[:, None]
         inputs[2] *= 2.0 ** (torch.arange(spec.d_in) % 3)[:, None]
     chosen, found = chosen_of(spec, tokens, kind), []
-    kernels: list[Any] = [float8.build(spec, cpu(), recipe, emulate) for emulate in (False, True)]
+    kernels: list[Any] = [experts_kernel(spec, cpu(), recipe, emulate) for emulate in (False, True)]
     exact_one: Any = ReferenceExperts(spec)
     for kernel, dtype in ((exact_one, torch.float64), *((one, torch.float32) for one in kernels)):
         x, weights, w_in, w_out = (t.to(dtype).requires_grad_() for t in inputs)
@@ -129,11 +130,11 @@ def test_what_is_not_finite_is_not_in_float8_either(recipe, bad):
     x, weights, w_in, w_out, _ = drawn(spec, 6)
     x[2, 3] = bad
     for emulate in (False, True):
-        y = float8.build(spec, cpu(), recipe, emulate)(x, chosen_of(spec, 6, "spread"), weights, w_in, w_out)
+        y = experts_kernel(spec, cpu(), recipe, emulate)(x, chosen_of(spec, 6, "spread"), weights, w_in, w_out)
         assert y[2].isnan().all() and y[3].isfinite().all() == (recipe == "rowwise")
 
 
-@pytest.mark.parametrize("make", [TritonExperts, lambda spec: float8.build(spec, cpu(), "rowwise", False)])
+@pytest.mark.parametrize("make", [TritonExperts, lambda spec: experts_kernel(spec, cpu(), "rowwise", False)])
 def test_no_tokens_at_all(make):
     spec = ExpertsSpec(16, 16, 3, 2, dtype="float32")
     x, weights, w_in, w_out, _ = drawn(spec, 0)

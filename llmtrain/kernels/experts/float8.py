@@ -7,7 +7,6 @@ expert, of which there is any number, and stays in the computation's format.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,10 +83,6 @@ _PRODUCTS = {
 }
 
 
-def build(spec: ExpertsSpec, platform: Platform, recipe: str, emulate: bool) -> Any:
-    """The experts, with the signature of ReferenceExperts. recipe: of train.float8."""
-    if emulate:
-        return ReferenceExperts(spec, _PRODUCTS["tensorwise" if recipe == "tensorwise" else "rowwise"])
-    from llmtrain.kernels.experts.triton_float8 import TritonFloat8Experts
-
-    return TritonFloat8Experts(spec, Float8Formats.of(recipe, platform))
+def emulated_experts(spec: ExpertsSpec, recipe: str) -> ReferenceExperts:
+    """The reference. recipe: of train.float8."""
+    return ReferenceExperts(spec, _PRODUCTS["tensorwise" if recipe == "tensorwise" else "rowwise"])
