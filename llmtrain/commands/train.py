@@ -96,10 +96,12 @@ def _preflight(setting: str, folder: Path) -> None:
 def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:
     """Train on so many processes of this machine, which start again after a failure as --max-restarts allows."""
     from llmtrain.distributed.launch import launch
+    from llmtrain.train.compile_ahead import begin_compiling
     from llmtrain.train.resume import refuse_used_remote
     from llmtrain.train.worker import move_aside
 
     config = load(processes)
+    begin_compiling(config, processes, processes)
     if args.fresh:
         refuse_used_remote(config)
         move_aside(lock)

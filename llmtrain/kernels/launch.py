@@ -26,6 +26,10 @@ HOW = "LLMTRAIN_LAUNCH"
 MAX_KEPT = 256
 """Launches that a kernel keeps; those of other arguments are Triton's own. A run needs a few."""
 
+COMPILE: list[Callable[[str, Callable[[], Any]], Any]] = []
+"""At most one function, by which a kernel that this process does not have yet is compiled: (the kernel's name with the kinds of its
+arguments, Triton's compilation) -> the kernel; None: it is not launched."""
+
 RECORDING: ContextVar[Any] = ContextVar("recording", default=None)
 """What notes the launches of this thread: a replay.Recording."""
 
@@ -100,6 +104,14 @@ class Kernel(JITFunction[Any]):
         stream = driver.active.get_current_stream(device)
         kept.run(x, y, z, stream, kept.function, kept.metadata, None, None, None, *values, *kept.rest)
         return None
+
+    def _do_compile(self, key: str, *request: Any) -> Any:
+        def compile_kernel() -> Any:
+            return super(Kernel, self)._do_compile(key, *request)
+
+        if not COMPILE:
+            return compile_kernel()
+        return COMPILE[0](f"{self.__module__}.{self.fn.__qualname__} {key}", compile_kernel)
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, given: int, constants: dict[str, Any]) -> None:
         """Keep the kernel that Triton has compiled, or had, for launches of the same key."""

@@ -15,7 +15,8 @@ from llmtrain.kernels.replay import Replayed
 
 _LIBRARY = torch.library.Library("llmtrain", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
-_BACKENDS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
+LAUNCHED_ON = {torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU}
+"""Devices on which operators launch kernels, not their fake implementations."""
 
 
 def operator(
@@ -85,7 +86,7 @@ class _Gradient:
         """The result, beneath autograd. What may be between autograd and the kernel: fake tensors, tracing, a dispatch mode."""
         keys = keys & _BELOW_AUTOGRAD
         with torch._C._AutoDispatchBelowAutograd():
-            if keys.highestPriorityTypeId() in _BACKENDS:
+            if keys.highestPriorityTypeId() in LAUNCHED_ON:
                 return self.launch(*args)
             return self.op.redispatch(keys, *args)
 

@@ -7,7 +7,8 @@ import os
 import platform as host
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from glob import glob
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.errors import UserError
 
@@ -112,6 +113,26 @@ def detect(device: torch.device | str | None = None) -> Platform:
     else:
         vendor, arch = "nvidia", f"sm{properties.major}{properties.minor}"
     return Platform(vendor, arch, properties.name, properties.total_memory, properties.multi_processor_count)
+
+
+def gpus_here() -> list[str]:
+    """Kinds of this machine's GPUs as their drivers state them, read without a library; empty where there are none."""
+    found = set[str]()
+    for pattern in ("/proc/driver/nvidia/gpus/*/information", "/sys/class/kfd/kfd/topology/nodes/*/properties"):
+        for path in glob(pattern):
+            with contextlib.suppress(OSError), open(path, errors="replace") as file:
+                found |= {line.strip() for line in file if line.startswith(("Model:", "gfx_target_version "))}
+    found.discard("gfx_target_version 0")  # a processor's
+    return sorted(found) or ["of a kind that is not stated"] * bool(glob("/dev/nvidia[0-9]*"))
+
+
+def triton_target(platform: Platform) -> Any:
+    """The GPUTarget by which Triton compiles for a GPU, here or not."""
+    from triton.backends.compiler import GPUTarget
+
+    if platform.vendor == "nvidia":
+        return GPUTarget("cuda", int(platform.arch.removeprefix("sm")), 32)
+    return GPUTarget("hip", platform.arch, 64 if platform.arch.startswith("gfx9") else 32)
 
 
 def pci_address(device: int) -> str:

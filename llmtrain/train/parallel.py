@@ -182,6 +182,9 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
     Only `forward` is compiled, not `__call__`: FSDP2's hooks live in the latter.
     """
     from torch._inductor import config as inductor  # which takes a while
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()  # its processes take seconds to begin: until then kernels are compiled one after the other
 
     # All layers share the code of Block.forward, and with it one cache of compilations: one per kind of layer,
     # twice over (training and validation).

@@ -31,6 +31,7 @@ from llmtrain.kernels.platform import build_vendor, detect
 from llmtrain.logs import copied_to, file_log, run_log
 from llmtrain.schema.config import Config
 from llmtrain.start import import_phase, start_phase
+from llmtrain.train.compile_ahead import await_compiled, begin_compiling
 from llmtrain.train.composer_import import import_composer
 from llmtrain.train.environment import apply_environment
 from llmtrain.train.faults.early_sigterm import handlers_kept
@@ -67,6 +68,8 @@ def run_rank(
     def run() -> int:
         nonlocal folder, lock
         config = load(world.size)
+        if LAUNCHER not in os.environ and world.local_rank == 0:
+            begin_compiling(config, world.size, world.local_size)
         with import_phase("import of PyTorch"):
             importlib.import_module("torch")
         environment = apply_environment(config.train.environment, build_vendor(), config.run_dir)
@@ -167,7 +170,9 @@ def move_aside(lock: RunLock) -> None:
 
 def _train(config: Config, verified: str | None, file: str, overrides: Sequence[str]) -> int:
     silence_warnings()
-    _open_gpu(world_from_environment().local_rank)
+    world = world_from_environment()
+    _open_gpu(world.local_rank)
+    await_compiled(config, world.size, world.local_size)
     with handlers_kept(), import_phase("imports of Composer, StreamingDataset and what they need"):
         import_composer()
         from llmtrain.train.report.summary import report

@@ -27,7 +27,8 @@ from typing import Any
 
 from llmtrain.bench.tune.processes import Worker, serve
 from llmtrain.kernels.operation import search
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import Platform, triton_target
+from llmtrain.kernels.stand_in import StandIn
 
 NUM_SMS = 132  # of the stand-in, where the number matters at all
 TENSOR_MEMORY = 512
@@ -133,22 +134,6 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-class StandIn:
-    """Replacement of Triton's GPU driver."""
-
-    def __init__(self, target: Any):
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def platform_of(arch: str) -> Platform:
     """A platform of this architecture, as far as launches depend on it."""
     return Platform("amd" if arch.startswith("gfx") else "nvidia", arch, "", 1 << 36, NUM_SMS)
@@ -160,12 +145,10 @@ def compile_only(arch: str) -> Iterator[list[dict[str, Any]]]:
 
     For a process of its own: Triton keeps the driver that stands in for the GPU's.
     """
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    amd = arch.startswith("gfx")
-    stand_in: Any = StandIn(GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch[2:]), 32))
+    stand_in: Any = StandIn(triton_target(platform_of(arch)))
     driver.set_active(stand_in)
     taken: list[dict[str, Any]] = []
     launch = JITFunction.run

@@ -246,7 +246,7 @@ class Call:
                 or head * size % 16
                 or not (head == width or t.shape[2] == 1 or sum(parts) > width)
                 or not (batch == self.seq_len * token or self.batch == 1)
-                or not (t.is_meta or t.data_ptr() % 16 == 0)
+                or t.data_ptr() % 16
             ):
                 return False
         return True

@@ -44,7 +44,7 @@ def tma_descriptor(
     """
     batch, seq_len, heads, width = t.shape
     row, token, head, element = t.stride()
-    aligned = token * t.element_size() % 16 == 0 and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
+    aligned = token * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
     dense = element == 1 and (head == width or heads == 1) and (row == seq_len * token or batch == 1)
     whole = width == padded(width) or (narrow and width * t.element_size() % 16 == 0)
     if not (wanted and aligned and dense and whole and seq_len % rows == 0):
