@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from llmtrain.adapt.base import adaptations
 from llmtrain.adapt.float8 import Float8
 from llmtrain.distributed.processes import end_with_parent
 from llmtrain.kernels import launch, operators
-from llmtrain.kernels.platform import Platform, build_vendor, detect, triton_target
+from llmtrain.kernels.platform import ASSUMED, Platform, build_vendor, detect, triton_target
 from llmtrain.kernels.stand_in import StandIn
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
@@ -51,13 +52,16 @@ def compile_kernels(config: Config, platform: Platform, ranks: int, local_ranks:
     """Compile what a step of the config launches on a GPU that need not be here. Reports on the standard output, place.log.
     Returns the exit status."""
     forks = Forks(len(os.sched_getaffinity(0)))
+    status = 0
     try:
         pass_over(config, platform, ranks, local_ranks, forks)
-    finally:
-        print(FOUND_ALL, flush=True)
-        forks.wait()
+    except Exception:  # the same at the next start: then the kernels of the layers before are all that there are
+        traceback.print_exc()
+        status = 1
+    print(FOUND_ALL, flush=True)
+    forks.wait()
     write_compiled(place)
-    return 0
+    return status
 
 
 def pass_over(
@@ -69,7 +73,7 @@ def pass_over(
 ) -> None:
     """A pass over the layers of a rank without memory. compile_by: launch.COMPILE. Only for a process that launches no kernel."""
     driver.set_active(StandIn(triton_target(platform)))  # type: ignore[arg-type]
-    launch.COMPILE[:] = [compile_by]
+    launch.COMPILE[:], ASSUMED[:] = [compile_by], [platform]
     operators.LAUNCHED_ON.add(torch._C.DispatchKey.Meta)
     config = resolve_auto(config, parameter_sizes(config), ranks, local_ranks, platform.memory_bytes).config
     train, dtype = config.train, getattr(torch, config.train.dtype)
