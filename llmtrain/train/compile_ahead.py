@@ -181,7 +181,9 @@ def _key(config: Config, ranks: int, local_ranks: int, gpus: list[str]) -> str:
         "gpus": gpus,
         "versions": [importlib.metadata.version(name) for name in ("torch", "triton")],
         "environment": sorted(
-            pair for pair in os.environ.items() if pair[0].startswith(("TRITON_", "LLMTRAIN_LAUNCH"))
+            (name, value)
+            for name, value in os.environ.items()
+            if name.startswith(("TRITON_", "LLMTRAIN_LAUNCH")) and name not in config.train.environment.variables
         ),
         "sources": sorted(
             _stamp(path) for path in [*sources, *([tuning] if tuning.is_file() else tuning.glob("*.yaml"))]
