@@ -106,6 +106,7 @@ class HybridLM(nn.Module):
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
         self.spans: list[LayerRange] = [(0, len(self.blocks))]
+        self.compiled = False  # its layers' forward is
 
     @property
     def begins(self) -> bool:

@@ -195,6 +195,7 @@ def compile_layers(model: HybridLM, fullgraph: bool = True, max_autotune: bool =
     inductor.comprehensive_padding = False
     # Otherwise every process compiles layers with a torch.autograd.Function anew. What ours compute depends on the graph alone.
     functorch.autograd_cache_allow_custom_autograd_functions = True
+    model.compiled = True
     mode = "max-autotune-no-cudagraphs" if max_autotune else None
     for block in model.blocks:
         # Not dynamic: a size that differs between two kinds of layer would become symbolic in both.

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import FULL_BACKWARD, RECV_B, RECV_F
 
 from llmtrain.models.hybrid import Stream
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import loss_in
 from llmtrain.train.pipeline.stages import StagedLM
@@ -28,6 +29,7 @@ class PipelineStep(Step):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._schedules: dict[tuple[int, ...], tuple[Schedule1F1B | ScheduleInterleaved1F1B, list[_Stage]]] = {}
+        self._rehearsed: set[tuple[int, int]] = set()
         self.backward_left = 0
         # FSDP2 gathers layers again for each backward pass. What is read outside of a call of its own stays gathered while
         # other microbatches are under way, of which some backward pass needs it.
@@ -37,7 +39,11 @@ class PipelineStep(Step):
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         model = self.model
         passes = _Passes(self, parts, mean)
-        schedule, stages = self._schedule_of(len(parts), *parts[0]["input_ids"].shape)
+        rows, tokens = parts[0]["input_ids"].shape
+        schedule, stages = self._schedule_of(len(parts), rows, tokens)
+        if model.hybrid.compiled and (rows, tokens) not in self._rehearsed:
+            self._rehearsed.add((rows, tokens))
+            self._rehearse(passes, stages)
         for stage in stages:
             stage.submod.passes = passes
         self.backward_left = len(parts) * len(stages)
@@ -66,6 +72,31 @@ class PipelineStep(Step):
                     stage.buffers = _most_received(schedule, stage)
             self._schedules[key] = schedule, stages
         return self._schedules[key]
+
+    def _rehearse(self, passes: _Passes, stages: list[_Stage]) -> None:
+        """One pass through each span, of a microbatch that was not received, whose gradients and sums are thrown away: so that all
+        stages compile their layers at the same time. In a schedule each would wait until those before it, and in the backward pass
+        those behind it, had compiled theirs."""
+        model, device = self.model, self.model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for span, stage in enumerate(stages):
+                self.mark(span == len(stages) - 1)
+                received = tuple(
+                    torch.randn(one.shape, dtype=one.dtype, device=device).requires_grad_() for one in stage.reads
+                )
+                sent = passes.forward(0, span, received)
+                outputs = [one for one in (sent if isinstance(sent, tuple) else (sent,)) if one.requires_grad]
+                torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        model.zero_grad(set_to_none=True)
+        passes.found.clear()
+        for total in (*step_sums(model.hybrid), *(model.hybrid.losses.terms.values() if model.hybrid.losses else ())):
+            total.zero_()
+
+    def mark(self, last: bool) -> None:
+        """Called before each backward pass. last: of the step."""
+        self.sync.mark(last)
+        for module in self.stays:
+            module.set_reshard_after_backward(last, recurse=False)
 
     def _reported(self, passes: _Passes, observe: Observer) -> dict[str, Tensor]:
         """Weighted sums of the losses of all microbatches, which every stage has and observes."""
@@ -150,7 +181,7 @@ class _Module(nn.Module):
 class _Stage(PipelineStage):
     """A span of this rank's layers for microbatches [rows, tokens], which may be this rank's part of sequences.
 
-    buffers: of how many microbatches there are inputs received at a time, and gradients.
+    buffers: of how many microbatches there are inputs received at a time, and gradients. reads: what is received, without memory.
     """
 
     submod: _Module
@@ -168,12 +199,13 @@ class _Stage(PipelineStage):
             )
             for border in hybrid.spans[span]
         )
+        self.reads = received if number else ()
         super().__init__(
             _Module(span),
             number,
             count,
             model.device,
-            input_args=received if number else (),
+            input_args=self.reads,
             output_args=sent if number < count - 1 else (torch.empty(1, device="meta"),),
             group=stages.group,
         )
@@ -194,8 +226,5 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.step.backward_left -= 1
-        last = self.step.backward_left == 0
-        self.step.sync.mark(last)
-        for module in self.step.stays:
-            module.set_reshard_after_backward(last, recurse=False)
+        self.step.mark(self.step.backward_left == 0)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
