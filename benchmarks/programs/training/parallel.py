@@ -7,11 +7,11 @@
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
 `llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
 kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
-them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, and its bubble: the share
-of a batch's time in which a rank, on average, runs none, beside what plan/scaling.py predicts. scan: a Mamba-2
-scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes copied on the rank
-itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they run on the CPU,
-for a try.
+them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, what happens once a batch,
+and the bubble: the share of the batch's other time in which a rank, on average, runs no pass, beside what plan/scaling.py predicts.
+scan: a Mamba-2 scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes
+copied on the rank itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they
+run on the CPU, for a try.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class PassTimes:
         return event
 
     def of(self, run: Callable[[], object]) -> dict[str, Any]:
-        """Share of the time of `run` in which the average rank is in no pass, and medians of each part's. Every rank calls this."""
+        """`bubble` of the passes of `run`. Every rank calls this."""
         import torch.distributed as dist
 
         from benchmarks.harness.models import clock
@@ -116,14 +116,12 @@ class PassTimes:
             ended = self.now()
         clock()
         passes = {name: [self._between(*one) for one in some] for name, some in self.times.items()}
-        waits = 1 - sum(map(sum, passes.values())) / self._between(began, ended)
+        last = max((some[-1][1] for some in self.times.values()), key=lambda moment: self._between(began, moment))
+        first = min((some[0][0] for some in self.times.values()), key=lambda moment: self._between(began, moment))
+        around = self._between(began, first) + self._between(last, ended)
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (waits, {name: statistics.median(some) for name, some in passes.items()}))
-        return {
-            "bubble_percent": 100 * statistics.mean(waits for waits, _ in found),
-            "waits_percent": [100 * waits for waits, _ in found],
-            "passes_ms": {name: ms for _, some in found for name, ms in some.items()},
-        }
+        dist.all_gather_object(found, (passes, self._between(began, ended), around))
+        return bubble(found)
 
     def _between(self, began: Any, ended: Any) -> float:
         return began.elapsed_time(ended) if self.gpu else 1e3 * (ended - began)
@@ -136,6 +134,33 @@ class PassTimes:
             return found
 
         return run
+
+
+def bubble(ranks: Sequence[tuple[dict[str, list[float]], float, float]]) -> dict[str, Any]:
+    """Share of a batch's time in which the average rank is in no pass, without what happens once a batch, and medians of each part's
+    passes.
+
+    ranks: of each the milliseconds of its passes in turn, by part, those of the whole batch, and those before its first and after
+    its last pass. Once a batch FSDP2 gathers weights, in the first forward pass of a part, and sums gradients, in its last backward
+    pass: what these take beyond the part's median. All stages wait for each of them, as for what the first stage does around its
+    passes.
+    """
+    medians = [{name: statistics.median(some) for name, some in passes.items()} for passes, _, _ in ranks]
+    once = [
+        sum(max(some[-1 if name.startswith("backward") else 0] - median[name], 0.0) for name, some in passes.items())
+        for (passes, _, _), median in zip(ranks, medians, strict=True)
+    ]
+    outside, work = min(around for _, _, around in ranks), [sum(map(sum, passes.values())) for passes, _, _ in ranks]
+    idle = [
+        1 - (busy - own) / (whole - sum(once) - outside)
+        for busy, own, (_, whole, _) in zip(work, once, ranks, strict=True)
+    ]
+    return {
+        "bubble_percent": 100 * statistics.mean(idle),
+        "waits_percent": [100 * (1 - busy / whole) for busy, (_, whole, _) in zip(work, ranks, strict=True)],
+        "once_ms": [*once, outside],
+        "passes_ms": {name: ms for median in medians for name, ms in median.items()},
+    }
 
 
 def steps_of(
