@@ -8,7 +8,7 @@ from llmtrain.plan.schedule import pass_seconds
 
 @pytest.mark.parametrize(("gathered", "summed", "around"), [(0.0, 0.0, 0.0), (5.0, 0.0, 1.0), (4.0, 3.0, 0.5)])
 def test_a_bubble_is_without_what_happens_once_a_batch(gathered: float, summed: float, around: float):
-    """gathered: milliseconds that the first forward pass of either stage takes longer than the others, summed: the last backward."""
+    """gathered: milliseconds by which the first forward pass of either stage is longer than others, summed: the last backward."""
     n, forward, backward = 4, 1.0, 2.0
     took = pass_seconds([forward] * 2, [backward] * 2, 1, n)
     whole = took + 2 * (gathered + summed) + around

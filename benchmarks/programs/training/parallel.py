@@ -137,7 +137,7 @@ class PassTimes:
 
 
 def bubble(ranks: Sequence[tuple[dict[str, list[float]], float, float]]) -> dict[str, Any]:
-    """Share of a batch's time in which the average rank is in no pass, without what happens once a batch, and medians of each part's
+    """Share of a batch's time in which the average rank is in no pass, without what happens once a batch; medians of each part's
     passes.
 
     ranks: of each the milliseconds of its passes in turn, by part, those of the whole batch, and those before its first and after
