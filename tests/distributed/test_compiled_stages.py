@@ -15,9 +15,8 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
 from llmtrain.train.parallel import parallelize
-from llmtrain.train.pipeline.gradients import shared_gradients
 from llmtrain.train.pipeline.schedule import PipelineStep
-from llmtrain.train.pipeline.stages import StagedLM
+from llmtrain.train.pipeline.stages import StagedLM, shared_gradients
 from llmtrain.train.step import GradientSync
 from tests.support.tiny import BLOCKS
 from tests.support.whole import whole_tensors

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.programs.training.parallel import bubble
-from llmtrain.plan.schedule import pass_seconds
+from llmtrain.plan.scaling import pass_seconds
 
 
 @pytest.mark.parametrize(("gathered", "summed", "around"), [(0.0, 0.0, 0.0), (5.0, 0.0, 1.0), (4.0, 3.0, 0.5)])
