@@ -83,6 +83,9 @@ def run_serve(args: argparse.Namespace) -> int:
             prefix_bytes=round(args.prefix_mib * 2**20),
             deterministic=args.deterministic,
         )
+        if model.device.type == "cuda":
+            log.info(f"compiling kernels and recording graphs for up to {args.rows} requests at a time")
+            engine.prepare()
     except (RuntimeError, MemoryError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"no memory for --rows {args.rows} of --max-len {max_len}: {reason}; set less") from None

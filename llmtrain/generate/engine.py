@@ -191,6 +191,22 @@ class Engine:
         tokens = [active.request.tokens[-1].id for active in self.live]
         return list(range(len(tokens))), self.slots.step(tokens)
 
+    def prepare(self) -> None:
+        """Compile kernels and record graphs for any number of rows, and of prompts in a pass: seconds on a GPU, for which all
+        requests would wait when a number first occurs. Nothing may be under way."""
+        assert not self.busy, "requests are under way"
+        self.slots.prepare()
+        room = self.max_len - 1  # beside the first token
+        # Kernels differ for one row and several, padding and none, lengths in sixteens and others, and may for long ones.
+        lengths = {min(one, room) for one in (17, 32, 512, self.piece - 1, self.piece)}
+        counts = {1, 2, min(PROMPTS_TOGETHER, self.rows)}
+        for length, count, padded in itertools.product(sorted(lengths), sorted(counts), (0, 1)):
+            sizes = [max(length - padded * at, 1) for at in range(count)]
+            prompts = ([at % self.model.config.vocab_size] * size for at, size in enumerate(sizes))
+            self.run(Request(prompt, 1, Sampling(temperature=0)) for prompt in prompts)
+        self.weights_changed()
+        self.prompt_tokens_read = self.tokens_drawn = 0
+
     def weights_changed(self) -> None:
         """Forget what was read with other weights. Nothing may be under way."""
         assert not self.busy, "requests are under way"

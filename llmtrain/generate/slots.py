@@ -41,6 +41,10 @@ class Slots(Protocol):
         """Read one token per live row -> logits [n, vocab_size], until the next step."""
         ...
 
+    def prepare(self) -> None:
+        """Do what the first steps of each number of rows would do once. No row may be live."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states."""
@@ -56,6 +60,8 @@ class SharedSlots:
         self.prompt = model.empty_cache(1, max_len)
         self.first: list[int] = []
         self.steps: dict[int, DecodeStep] = {}
+        self.padded = model.device.type == "cuda"
+        """Rows are filled up to a power of two, for each of which there is a graph."""
 
     def reader(self) -> Cache:
         self.prompt.clear()
@@ -92,9 +98,7 @@ class SharedSlots:
         assert live == len(self.first), "one token for each row"
         if cache.length == cache.capacity:
             self._move(-min(self.first))
-        size = live
-        if self.model.device.type == "cuda":  # a graph for each power of two
-            size = min(1 << (live - 1).bit_length(), self.count)
+        size = min(1 << (live - 1).bit_length(), self.count) if self.padded else live
         if size not in self.steps:
             view = cache.rows(slice(0, size))
             view.next = cache.next  # not a copy: the rows of all sizes end at one slot
@@ -107,6 +111,16 @@ class SharedSlots:
             logits = step(ids)[:live]
         cache.length += 1
         return logits
+
+    def prepare(self) -> None:
+        assert not self.first, "rows are live"
+        for size in sorted({min(1 << power, self.count) for power in range(self.count.bit_length() + 1)}):
+            self.first = [0] * size
+            self._set_length(1)
+            for _ in range(2):  # kernels are compiled, then the graph is captured
+                self.step([0] * size)
+        self.first = []
+        self.cache.clear()
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +173,9 @@ class SeparateSlots:
         ids = (tokens if isinstance(tokens, Tensor) else on_device(tokens, self.model.device))[:, None, None]
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return torch.cat([self.model.next_logits(*one) for one in zip(ids, self.live, strict=True)])
+
+    def prepare(self) -> None:
+        pass  # a prompt's first step is like any other
 
     @property
     def nbytes(self) -> int:

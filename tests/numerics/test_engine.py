@@ -111,6 +111,29 @@ def test_requests_that_come_and_go_get_what_each_gets_alone(model, monkeypatch):
     assert min(moves) < 0 < max(moves)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prepared_engine_makes_no_further_steps_and_answers_the_same(model, deterministic, monkeypatch):
+    """Those of a GPU: for each power of two rows, the second call captures a graph."""
+    expected = [alone(model, request) for request in made(8, seed=4, ends=frozenset())]
+    engine = Engine(model, max_len=MAX_LEN, piece=16, rows=6, deterministic=deterministic, prefix_bytes=50_000)
+    steps: dict[int, Any] = {}
+    if isinstance(engine.slots, slots.SharedSlots):
+        engine.slots.padded, steps = True, engine.slots.steps
+    engine.prepare()
+    assert sorted(steps) == ([] if deterministic else [1, 2, 4, 6]) and all(one.calls == 2 for one in steps.values())
+    assert engine.prefixes is not None and (engine.prefixes.nbytes, engine.prompt_tokens_read, engine.tokens_drawn) == (
+        0,
+        0,
+        0,
+    )
+    monkeypatch.setattr(slots, "DecodeStep", None)
+    requests = made(8, seed=4, ends=frozenset())
+    engine.run(requests)
+    assert [request.ids for request in requests] == expected
+    assert deterministic or sum(one.calls for one in steps.values()) > 8
+    assert engine.tokens_drawn == sum(map(len, expected))
+
+
 def test_short_prompts_that_are_read_together_get_what_each_gets_alone(model, monkeypatch):
     """Nine prompts of one to nine tokens, of which each of three has a second request, and one that is longer than a piece."""
     prompts = [[(7 * at + i) % VOCAB for i in range(at)] for at in (4, 9, 1, 7, 2, 8, 3, 6, 5)]
