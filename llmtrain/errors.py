@@ -54,6 +54,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def named_line(error: BaseException, most: int | None = 160) -> str:
+    """The first line of an error's class and text."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:most]
+
+
 def without_credentials(text: str) -> str:
     """The text with *** for the user and password of every URL in it, as S3_ENDPOINT_URL or a proxy's address may have them."""
     return _USER_OF_URL.sub(r"\1***@", text)

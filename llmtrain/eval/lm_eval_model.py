@@ -40,11 +40,11 @@ from llmtrain.eval.prompts.tokens import PromptTokenizer
 from llmtrain.eval.scoring.data_parallel import DataParallel, run_requests
 from llmtrain.eval.scoring.load import Backend, find_model, find_tokenizer, load_scorer, tokenizer_identity, window_of
 from llmtrain.eval.tasks.documents import Document, Question, Text
+from llmtrain.kernels.platform import DTYPES
 from llmtrain.logs import log
 
 import_module("lm_eval.models")  # the harness leaves out its own models where there is another already
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _BACKENDS = ("auto", "llmtrain", "transformers")
 _DEFAULT_DEVICE = "cuda:0"
 """The harness's `--device` where none is given."""
@@ -130,7 +130,7 @@ class LlmtrainLM(LM):
                 f"--model llmtrain has no model argument {', '.join(unknown)}; it has run, tokenizer, backend, dtype, "
                 "max_length, max_batch_tokens, share_prefixes, chat_template and device"
             )
-        for name, value, allowed in (("backend", backend, _BACKENDS), ("dtype", dtype, ("auto", *_DTYPES))):
+        for name, value, allowed in (("backend", backend, _BACKENDS), ("dtype", dtype, ("auto", *DTYPES))):
             if value not in allowed:
                 raise EvalError(f"--model llmtrain: {name}={value}; expected one of {', '.join(allowed)}")
         for name, value in numbers.items():

@@ -15,6 +15,8 @@ from llmtrain.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that our kernels take, and the bytes of a number."""
 Vendor = Literal["nvidia", "amd", "cpu"]
 
 

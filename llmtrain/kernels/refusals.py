@@ -2,15 +2,13 @@
 
 import importlib.util
 
-from llmtrain.kernels.platform import Platform
-
-_TRITON_DTYPES = ("bfloat16", "float16", "float32")
+from llmtrain.kernels.platform import DTYPES, Platform
 
 
 def refuse_triton(dtype: str, platform: Platform | None) -> str | None:
     """Reason that holds for all of our Triton kernels."""
-    if dtype not in _TRITON_DTYPES:
-        return f"our Triton kernels take {', '.join(_TRITON_DTYPES)}, not {dtype}"
+    if dtype not in DTYPES:
+        return f"our Triton kernels take {', '.join(DTYPES)}, not {dtype}"
     if platform is not None and platform.vendor == "cpu":
         return "our Triton kernels need a GPU"
     if platform is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import UserError
-from llmtrain.kernels.platform import Platform, Vendor, shared_limit
+from llmtrain.kernels.platform import DTYPES, Platform, Vendor, shared_limit
 from llmtrain.kernels.tuning_table import KERNELS, Row, Table, load
 
 FOLDER = Path(__file__).with_name("tables")
@@ -25,7 +25,6 @@ BY_ROWS: list[dict[Any, Any]] = []
 """What others keep that depends on rows."""
 
 _NAMED, _TO_BE_MADE = "LLMTRAIN_TUNING", "LLMTRAIN_TUNING_TO_BE_MADE"
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Untuned(UserError):
@@ -159,7 +158,7 @@ def _select(
 
     def serves(row: Row) -> bool:
         return (
-            _BYTES[row.dtype] == _BYTES[dtype]
+            DTYPES[row.dtype] == DTYPES[dtype]
             and all(has >= wanted for has, wanted in zip(row.shape, shape, strict=True))
             and (limit is None or row.shared <= limit)
             and row.variant in (None, variant)

@@ -16,6 +16,7 @@ from llmtrain.kernels.conv1d import triton_launch as conv1d
 from llmtrain.kernels.gated_norm import triton_launch as gated_norm
 from llmtrain.kernels.kimi_delta import triton_launch as kimi_delta
 from llmtrain.kernels.options import Count, Options, decode, encode, mistake
+from llmtrain.kernels.platform import DTYPES
 from llmtrain.kernels.rotary import triton_launch as rotary
 from llmtrain.kernels.ssd import triton_launch as ssd
 
@@ -24,7 +25,6 @@ MAX_BYTES, MAX_VALUES, MAX_DEPTH = 4 << 20, 200_000, 32
 """Largest file, most values (an alias counts as what it stands for) and deepest nesting that are read."""
 _MEASURED = {"device": str, "date": str, "commit": str, "ms": float}
 _RATES = ("tflops", "gbps")
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @plain_dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Row:
     @field_validator("dtype", mode="before")
     @classmethod
     def _of_a_kernel(cls, dtype: Any) -> Any:
-        if dtype not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        if dtype not in DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         return dtype
 
     @field_validator("shape", mode="before")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.bench.kernels.cell import OURS, Cell, Contender, Output, Work, device
+from llmtrain.errors import named_line
 from llmtrain.kernels.operation import relative_error, run_both
 
 REP_MS = 100
@@ -188,7 +189,7 @@ def _failing(result: Result) -> Iterator[None]:
     except Exception as error:
         if "illegal memory access" in str(error):
             raise  # nothing on this GPU can be trusted any more
-        result.failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        result.failed = named_line(error)
 
 
 def _errors(

@@ -10,6 +10,7 @@ from typing import Any
 from llmtrain.bench.tune.measuring import START_S
 from llmtrain.bench.tune.processes import OneWorker, Worker, serve
 from llmtrain.bench.tune.search import commit
+from llmtrain.errors import named_line
 from llmtrain.kernels import operation
 from llmtrain.kernels.attention.measured import Cell, Row
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -68,7 +69,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         made = cell(one, shape, backends=[asked["backend"]])
         [result] = measure(made, made.contenders(), Ceilings(1.0, 1.0), rep_ms=REP_MS)
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160], "broken": broken()}
+        return {"failed": named_line(error), "broken": broken()}
     failed, allowed = result.failed, one.tolerance(shape.spec.dtype)
     if failed is None and not result.error < allowed:
         failed = f"wrong by {result.error:.1e}, allowed {allowed:.0e}"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtrain.bench.tune.processes import OneWorker, Worker, serve
+from llmtrain.errors import named_line
 from llmtrain.kernels.operation import search
 from llmtrain.kernels.search import Search
 
@@ -58,7 +59,7 @@ def measured(search: Search, part: str, launch: dict[str, Any]) -> Measured:
             return Measured(error=wrong, problem=f"wrong by {wrong:.1e}")
         return Measured(milliseconds(search.runner(part, launch)), wrong)
     except Exception as error:
-        return Measured(problem=f"{type(error).__name__}: {error}".splitlines()[0][:120], broken=broken())
+        return Measured(problem=named_line(error, 120), broken=broken())
 
 
 def broken() -> bool:
@@ -88,7 +89,7 @@ def main(operation: str, case: str, device: str) -> None:
         try:
             made.extend([] if made else [search(operation, json.loads(case), device, platform.detect(device))])
         except Exception as error:
-            return asdict(Measured(problem=f"{type(error).__name__}: {error}".splitlines()[0][:120], broken=True))
+            return asdict(Measured(problem=named_line(error, 120), broken=True))
         return asdict(measured(made[0], wanted["part"], wanted["launch"]))
 
     serve(answer)

@@ -23,24 +23,11 @@ from llmtrain.checkpoint.format.header import Header, read_header
 from llmtrain.checkpoint.format.manifest import FileRecord
 from llmtrain.config.regular_file import open_regular
 from llmtrain.errors import UserError
+from llmtrain.models.hf.hf_checkpoint import DTYPES
 
 Item = TypeVar("Item")
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _SLICE_BYTES = 4 * 2**20
 """Written and hashed at a time: small enough to be in the cache for both."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.regular_file import open_regular
-from llmtrain.errors import RunError
+from llmtrain.errors import RunError, named_line
 
 SCHEMES = ("s3", "hf")
 _BUFFER_BYTES = 1 << 20
@@ -81,13 +81,9 @@ class _Remote(io.RawIOBase):
             yield
         except Exception as error:  # the hub's client raises its HTTP library's own
             raise RunError(
-                f"{self._address} could not be read from its store ({_first_line(error)}); the same command goes on from what is "
+                f"{self._address} could not be read from its store ({named_line(error, None)}); the same command goes on from what is "
                 "finished"
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def has_pattern(text: str) -> bool:
@@ -113,7 +109,7 @@ def list_remote(address: str) -> Iterator[StoredObject]:
     except OSError:
         raise
     except Exception as error:  # the hub's client raises its HTTP library's own, and many for what is no address of it
-        raise OSError(_first_line(error)) from error
+        raise OSError(named_line(error, None)) from error
     for path, size, mtime_ns in found:
         if wanted is None or wanted.fullmatch(path):
             yield StoredObject(f"{scheme}://{path}", size, mtime_ns)

@@ -24,7 +24,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.cells import Cell, Row
 from llmtrain.kernels.attention.cost_model import CostModel
 from llmtrain.kernels.attention.spec import AttentionSpec
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import DTYPES, Platform
 from llmtrain.kernels.tuning_table import read_bounded
 
 DEFAULT_SEQ_LEN = 4096
@@ -35,7 +35,6 @@ HOST_MS = 0.08
 ours takes the host up to 0.5 ms longer (`wall_ms` of the measured grid), so that cells that gain less are slower by the clock. Not
 so beside varlen of documents, for which the host waits for the GPU once a microbatch: CUDA graphs, where launches cost the host
 nothing, can have ours alone."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ROWS = TypeAdapter(list[Row])
 
 
@@ -57,7 +56,7 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     if by_parts or spec.value_dim is not None or platform.vendor == "cpu":
         return []
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
-    models = _models(own_file(platform.arch), shipped_file(platform.arch), _BYTES[asked.dtype])
+    models = _models(own_file(platform.arch), shipped_file(platform.arch), DTYPES[asked.dtype])
     applying = [model for name, model in sorted(models.items()) if name in able and model.applies(asked)]
     found = sorted(
         (Choice(model.backend, *model.time(asked)) for model in applying),
@@ -133,7 +132,7 @@ def _models(own: Path, shipped: Path, number_bytes: int) -> dict[str, CostModel]
     rows = {(row.cell, row.backend): row for file in (shipped, own) for row in read(file)}
     found: dict[str, list[Row]] = {}
     for row in rows.values():
-        if _BYTES[row.dtype] == number_bytes:
+        if DTYPES[row.dtype] == number_bytes:
             found.setdefault(row.backend, []).append(row)
     return {backend: CostModel(rows) for backend, rows in found.items()}
 

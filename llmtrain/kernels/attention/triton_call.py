@@ -16,12 +16,12 @@ from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunc
 from llmtrain.kernels.attention.triton_select import MIXED, choose, choose_stored, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import DTYPES, Platform
 
 _LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4
 """Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
-_DTYPES = {getattr(torch, name): name for name in ("bfloat16", "float16", "float32")}
+_DTYPES = {getattr(torch, name): name for name in DTYPES}
 
 
 @functools.cache

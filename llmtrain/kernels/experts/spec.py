@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from llmtrain.kernels.platform import Platform
+from llmtrain.kernels.platform import DTYPES, Platform
 from llmtrain.kernels.refusals import refuse_triton
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROW_BYTES = 16
 FLOAT8_MULTIPLE = 16
 _WITHOUT_HOST = ("sm90", "sm100")
@@ -33,9 +32,9 @@ class ExpertsSpec:
 
 
 def refuse_grouped_mm(spec: ExpertsSpec, platform: Platform | None) -> str | None:
-    size = _BYTES.get(spec.dtype)
+    size = DTYPES.get(spec.dtype)
     if size is None:
-        return f"torch.nn.functional.grouped_mm takes {', '.join(_BYTES)}, not {spec.dtype}"
+        return f"torch.nn.functional.grouped_mm takes {', '.join(DTYPES)}, not {spec.dtype}"
     for name, width in (("d_model", spec.d_model), ("d_ff", spec.d_ff)):
         if width * size % _ROW_BYTES:
             each = _ROW_BYTES // size

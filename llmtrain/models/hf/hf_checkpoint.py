@@ -18,7 +18,7 @@ from llmtrain.models.hf.foreign_files import reason
 
 _SAFETENSORS = "model.safetensors"
 _PICKLE = "pytorch_model.bin"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,6 +32,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Dtypes by their names in safetensors."""
 
 
 class HFCheckpoint(Mapping[str, Tensor]):
@@ -145,9 +146,9 @@ class _Safetensors:
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._open.get_slice(name).get_dtype()
-        if found not in _DTYPES:
+        if found not in DTYPES:
             raise UserError(f"{self.file}: tensor {name} is stored as {found}, which cannot be read here")
-        return _DTYPES[found]
+        return DTYPES[found]
 
     def read(self, name: str) -> Tensor:
         return self._open.get_tensor(name)
