@@ -81,8 +81,8 @@ class _Remote(io.RawIOBase):
             yield
         except Exception as error:  # the hub's client raises its HTTP library's own
             raise RunError(
-                f"{self._address} could not be read from its store ({named_line(error, None)}); the same command goes on from what is "
-                "finished"
+                f"{self._address} could not be read from its store ({named_line(error, None)}); the same command goes on from "
+                "what is finished"
             ) from error
 
 
