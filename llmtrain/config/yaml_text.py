@@ -1,7 +1,7 @@
 """YAML text as nodes, within limits under which no text can exhaust time, memory or the stack. No torch here."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -90,6 +90,38 @@ for _name, _pattern, _first in (
     Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 Loader.add_constructor(_TAG + "int", Loader.construct_yaml_int)
 Loader.add_constructor(_TAG + "str", Loader.construct_yaml_str)
+
+
+def check_extent(events: Iterable[Any], max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
+    """Check what a text stands for by its events, before any of it is built: libyaml nests calls as the text nests values.
+
+    Each alias counts as what it stands for. Raises yaml.MarkedYAMLError beyond these limits, and for an alias to a value that
+    contains it.
+    """
+    values, anchored, within = 0, dict[str, tuple[int, int]](), list[list[Any]]()
+    for event in events:
+        deepest = len(within)
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, *_ in within):
+                raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", event.start_mark)
+            count, depth = anchored.get(event.anchor, (1, 0))
+            values, deepest = values + count, deepest + depth
+        elif isinstance(event, yaml.NodeEvent):
+            values, deepest = values + 1, deepest + isinstance(event, yaml.CollectionStartEvent)
+            within.append([event.anchor, values, deepest])
+        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionEndEvent)):
+            anchor, before, deepest = within.pop()
+            if anchor is not None:
+                anchored[anchor] = (values - before + 1, deepest - len(within))
+        if within:
+            within[-1][2] = max(within[-1][2], deepest)
+        if deepest > max_depth or values > max_values:
+            most = (
+                f"{max_depth} mappings and lists inside one another"
+                if deepest > max_depth
+                else f"{max_values:,} values"
+            )
+            raise yaml.MarkedYAMLError(None, None, f"more than {most}, aliases (*) included", event.start_mark)
 
 
 def children(node: yaml.Node) -> Iterator[yaml.Node]:

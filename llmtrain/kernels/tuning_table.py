@@ -1,7 +1,7 @@
 """Tables of launch parameters, one file per architecture: the model of a row, reading and writing. No torch here."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,12 +191,12 @@ def _read(file: Path) -> Any:
     """The content of a YAML file. Raises UserError of one line, with the place of what is no YAML or beyond the limits above."""
     import yaml
 
-    from llmtrain.config.yaml_text import syntax
+    from llmtrain.config.yaml_text import check_extent, syntax
 
     encoded, loader = b"", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         encoded = read_bounded(file)
-        _check_extent(yaml.parse(encoded.decode(), Loader=loader))
+        check_extent(yaml.parse(encoded.decode(), Loader=loader), MAX_VALUES, MAX_DEPTH)
         return yaml.load(encoded.decode(), Loader=loader)
     except yaml.MarkedYAMLError as error:
         reason = syntax(error)
@@ -209,7 +209,7 @@ def _read(file: Path) -> Any:
 
 
 class TableTooLargeError(UserError, ValueError):
-    """A table beyond MAX_BYTES, MAX_VALUES or MAX_DEPTH."""
+    """A table beyond MAX_BYTES."""
 
 
 def read_bounded(file: Path) -> bytes:
@@ -222,32 +222,6 @@ def read_bounded(file: Path) -> bytes:
     if len(encoded) > MAX_BYTES:
         raise TableTooLargeError(f"longer than {MAX_BYTES:,} bytes")
     return encoded
-
-
-def _check_extent(events: Iterable[Any]) -> None:
-    """Check what a YAML text stands for, before any of it is built: libyaml nests calls as the text nests values. Raises
-    TableTooLargeError."""
-    from yaml import events as kinds
-
-    values, anchored, within = 0, dict[str, int](), list[tuple[str | None, int]]()
-    for event in events:
-        if isinstance(event, kinds.AliasEvent):
-            values += anchored.get(event.anchor, MAX_VALUES)  # one that holds itself has no end
-        elif isinstance(event, kinds.NodeEvent):
-            values += 1
-            within.append((event.anchor, values))
-        if isinstance(event, (kinds.ScalarEvent, kinds.CollectionEndEvent)):
-            anchor, before = within.pop()
-            if anchor is not None:
-                anchored[anchor] = values - before + 1
-        if len(within) > MAX_DEPTH or values > MAX_VALUES:
-            line = event.start_mark.line + 1
-            most = (
-                f"{MAX_DEPTH} mappings and lists inside one another"
-                if len(within) > MAX_DEPTH
-                else f"{MAX_VALUES:,} values"
-            )
-            raise TableTooLargeError(f"line {line}: more than {most}, aliases (*) included")
 
 
 def _explain(content: dict[str, Any], error: Any) -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from llmtrain.config.regular_file import open_regular
 from llmtrain.config.report import type_name
-from llmtrain.config.yaml_text import MAX_DEPTH, MAX_TEXT, MAX_VALUES, children, syntax
+from llmtrain.config.yaml_text import MAX_TEXT, check_extent, syntax
 from llmtrain.eval.errors import EvalError
 
 
@@ -110,13 +110,12 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
     loader = _loader_class()(data)
     try:
         loader.folder = path.parent
-        _check_depth(data)
+        check_extent(yaml.parse(data, Loader=_loader_class()))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise EvalError(
                 f"{path}: {'is not a mapping of settings' if node else 'is empty'}; it needs task, or group"
             )
-        _check_extent(node)
         made = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         raise EvalError(f"{path}: {syntax(error)}") from None
@@ -130,46 +129,6 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise EvalError(f"{path}: a key must be a name, found {key!r}; put it in quotes")
     return made
-
-
-def _check_depth(data: bytes) -> None:
-    """Refuse nesting that would exhaust libyaml's stack, which has no limit of its own."""
-    if sum(map(data.count, (b"[", b"{", b":", b"-", b"?"))) < 1000:  # each level has one of these
-        return
-    depth = 0
-    for event in yaml.parse(data, Loader=_loader_class()):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(None, None, _TOO_DEEP, event.start_mark)
-
-
-_TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists inside one another"
-
-
-def _check_extent(root: yaml.Node) -> None:
-    """Refuse what would exhaust time or memory when its aliases are constructed, and aliases inside of themselves."""
-    extents: dict[int, tuple[int, int]] = {}  # id of a node -> (values in it with aliases expanded, depth)
-    inside: set[int] = set()
-
-    def visit(node: Any, depth: int) -> tuple[int, int]:
-        if id(node) in inside:
-            raise yaml.MarkedYAMLError(None, None, "an alias (*) to a value that contains it", node.start_mark)
-        if depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(None, None, _TOO_DEEP, node.start_mark)
-        if id(node) not in extents:
-            inside.add(id(node))
-            values, below = 1, 0
-            for child in children(node):
-                count, deep = visit(child, depth + 1)
-                values, below = values + count, max(below, deep)
-            inside.discard(id(node))
-            extents[id(node)] = (values, below + 1)
-        return extents[id(node)]
-
-    values, deepest = visit(root, 0)
-    if values > MAX_VALUES or deepest > MAX_DEPTH + 1:
-        problem = f"more than {MAX_VALUES} values or {MAX_DEPTH} levels, aliases (*) included"
-        raise yaml.MarkedYAMLError(None, None, problem, root.start_mark)
 
 
 @cache

@@ -73,8 +73,8 @@ def test_values_are_those_of_yaml_1_1_as_the_harness_reads_them(tmp_path):
         ("task: a\nx: !!python/object:os.system {}", "task.yaml: line 2, column 4: could not determine a constructor"),
         ("- a\n", "task.yaml: is not a mapping of settings; it needs task, or group"),
         ("", "task.yaml: is empty; it needs task, or group"),
-        ("a: &a [*a]", "task.yaml: line 1, column 4: an alias (*) to a value that contains it"),
-        ("a: " + "[" * 40 + "]" * 40, "task.yaml: line 1, column 36: more than 32 mappings and lists"),
+        ("a: &a [*a]", "task.yaml: line 1, column 8: an alias (*) to a value that contains it"),
+        ("a: " + "[" * 40 + "]" * 40, "task.yaml: line 1, column 35: more than 32 mappings and lists"),
         ("x: " + "[" * 100_000, "task.yaml: "),
         ("x: \x01", "task.yaml: is no text that YAML allows"),
         ("f: !function docs", "task.yaml: line 1, column 4: !function needs module.name, found 'docs'"),
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_reported_with_file_and_line(tmp_path, text, said
 def test_aliases_cannot_exhaust_memory(tmp_path):
     lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    assert "more than 10000 values" in error(write(tmp_path, task="\n".join(lines)))
+    assert "more than 10,000 values" in error(write(tmp_path, task="\n".join(lines)))
 
 
 def test_includes_in_a_circle_are_named(tmp_path):
