@@ -74,9 +74,9 @@ def write_peft(
     save_file({name: tensor.contiguous() for name, tensor in made.items()}, folder / WEIGHTS, {"format": "pt"})
     parameters = {layer.module for layer in layers if layer.is_experts}
     modules = [layer.module for layer in layers if not layer.is_experts]
-    _write_json(folder / CONFIG, _config(lora.config, units, modules, parameters, base))
+    write_json(folder / CONFIG, _config(lora.config, units, modules, parameters, base))
     if base is not None:
-        _write_json(folder / BASE, dict(base))
+        write_json(folder / BASE, dict(base))
     return sum(tensor.nbytes for tensor in made.values())
 
 
@@ -161,5 +161,5 @@ def _whole(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

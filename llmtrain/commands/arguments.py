@@ -1,6 +1,7 @@
 """Types of command-line arguments."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ def output_path(text: str) -> Path:
     if problem := local_problem(text):
         raise argparse.ArgumentTypeError(f"{problem}, found {text!r}")
     return Path(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not re.fullmatch(r"\d{1,15}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1")
+    return int(text)
 
 
 def require(args: argparse.Namespace, *names: str, least: float | None = None, most: float | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.commands.arguments import output_path
+from llmtrain.commands.arguments import output_path, positive
 from llmtrain.commands.data_target import SPLITS, TARGET, Target, open_run, open_target
 from llmtrain.errors import UserError
 from llmtrain.tables import aligned
@@ -42,7 +42,7 @@ def add_data(commands) -> None:
     sub.add_argument("--stream", metavar="NAME", help="of a YAML or a run with several; default: the first")
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--ids", type=_ranges, metavar="A,B:C", help="numbers of samples, from 0; B:C is B to C")
-    which.add_argument("--step", type=_positive, metavar="N", help="the batch of this step of a run, from 1")
+    which.add_argument("--step", type=positive, metavar="N", help="the batch of this step of a run, from 1")
     _add_tokenizer(sub)
     sub.set_defaults(func=run_show)
 
@@ -53,7 +53,7 @@ def add_data(commands) -> None:
     )
     _add_target(sub)
     sub.add_argument("--split", choices=SPLITS, help="default: all")
-    sub.add_argument("--top", type=_positive, default=10, metavar="N", help="most frequent tokens to list (default 10)")
+    sub.add_argument("--top", type=positive, default=10, metavar="N", help="most frequent tokens to list (default 10)")
     sub.add_argument("--json", action="store_true", help="print all of it as JSON")
     sub.add_argument(
         "--out", type=output_path, metavar="DIR", help="gets pictures: SPLIT-lengths.png, SPLIT-tokens.png"
@@ -95,12 +95,6 @@ def _add_tokenizer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--tokenizer", metavar="NAME", help="folder, tokenizer.json or hub name; default: beside the shards"
     )
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"\d{1,15}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1")
-    return int(text)
 
 
 def _ranges(text: str) -> list[int]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.commands.arguments import positive
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem, parse_share
 from llmtrain.errors import UserError
@@ -75,7 +76,7 @@ def add_prepare(commands) -> None:
     held.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="default 0.05")
     held.add_argument(
         "--validation-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="hold out about N tokens, of each stream where there are several",
     )
@@ -146,12 +147,6 @@ def _share(text: str) -> float:
         return parse_share(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
-    return int(text)
 
 
 def _stream(text: str) -> tuple[str, str]:

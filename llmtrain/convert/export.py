@@ -1,6 +1,5 @@
 """Export of a checkpoint to a folder that `transformers` loads, without remote code and without llmtrain."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.adapt.base import Converter, converters_of
 from llmtrain.adapt.lora import Lora
-from llmtrain.adapt.peft_folder import write_peft
+from llmtrain.adapt.peft_folder import write_json, write_peft
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
@@ -287,18 +286,18 @@ def _write_index(folder: Path, shards: list[list[Entry]], nbytes: int) -> None:
     names = safetensors_names(len(shards))
     places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}
-    _write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def _write_configs(folder: Path, config: dict[str, Any], dtype: torch.dtype, tokenizer: TextTokenizer) -> None:
     tokenizer.save(folder)
     ids = _token_ids(tokenizer)
-    _write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")} | ids)
+    write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")} | ids)
     ids |= {"eos_token_id": _ends(tokenizer, config["vocab_size"])}
     given = {name: token for name, token in ids.items() if token is not None}
     # Without a padding token generate() takes the end of a document, and says so each time.
     carried = {name: value for name, value in tokenizer.generation_config.items() if name not in _OF_THE_FILE}
-    _write_json(folder / "generation_config.json", carried | {"pad_token_id": tokenizer.eod_id} | given)
+    write_json(folder / "generation_config.json", carried | {"pad_token_id": tokenizer.eod_id} | given)
 
 
 def _ends(tokenizer: TextTokenizer, rows: int) -> int | list[int]:
@@ -319,7 +318,3 @@ def safetensors_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -86,7 +86,7 @@ def test_padding_between_documents_sees_nothing():
 
 def test_memory_that_no_tile_has_written_does_no_harm(monkeypatch):
     """Statistics are padded to whole blocks, which tiles of the forward pass need not fill."""
-    monkeypatch.setattr(float8_call, "_INTERPRETED", Launch(16, 64, 4, 1))
+    monkeypatch.setattr(float8_call, "INTERPRETED", Launch(16, 64, 4, 1))
     empty = torch.Tensor.new_empty
 
     def filled(t, *size, **options):
@@ -144,7 +144,7 @@ def test_rotation_spreads_outliers():
 
 @pytest.mark.parametrize("block_m, block_n", [(16, 64), (128, 128), (64, 16)])
 def test_any_tiles_that_divide_a_block(block_m, block_n, monkeypatch):
-    monkeypatch.setattr(float8_call, "_INTERPRETED", Launch(block_m, block_n, 4, 1, dv_first=True))
+    monkeypatch.setattr(float8_call, "INTERPRETED", Launch(block_m, block_n, 4, 1, dv_first=True))
     found = errors(SPECS["window"], drawn(SPECS["window"], 150))
     assert all(error < bound for error, bound in zip(found, BOUNDS, strict=True)), found
 

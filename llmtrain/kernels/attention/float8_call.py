@@ -13,14 +13,12 @@ from llmtrain.kernels.attention.float8_kernels import float8_dkdv, float8_dq, fl
 from llmtrain.kernels.attention.float8_quantise import BLOCK, quantise_gradients, quantise_inputs
 from llmtrain.kernels.attention.sum_groups import sum_groups
 from llmtrain.kernels.attention.triton_launch import Launch
-from llmtrain.kernels.attention.triton_select import pairs_in_flight
+from llmtrain.kernels.attention.triton_select import INTERPRETED, LOG2_E, pairs_in_flight
 from llmtrain.kernels.launch import Descriptor, cdiv, next_power_of_2
 from llmtrain.kernels.platform import Platform, float8_format
 
-_LOG2_E = 1.4426950408889634
 _PROGRAMS_PER_SM = 4
 _QUANTISE_WARPS = 8
-_INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
 _platform_of = functools.cache(platforms.detect)
 
 
@@ -140,7 +138,7 @@ class Float8Call:
 
     def launch(self, kernel: str) -> Launch:
         if kernel in self.fixed or self.platform.vendor == "cpu":
-            return self.fixed.get(kernel, _INTERPRETED)
+            return self.fixed.get(kernel, INTERPRETED)
         dtype, sizes = str(self.q.dtype).removeprefix("torch."), {"head_dim": self.head_dim}
         return tuning.select(f"attention.float8_{kernel}", dtype, sizes, self.platform).launch
 
@@ -200,5 +198,5 @@ class Float8Call:
             "USE_TMA": self._use_tma,
             **self.own,
         }
-        sizes = (self.seq_len, self.padded, pairs, in_flight, self.scale * _LOG2_E)
+        sizes = (self.seq_len, self.padded, pairs, in_flight, self.scale * LOG2_E)
         return (tiles * pairs,), sizes, {**fixed, **launch.options(self.platform)}

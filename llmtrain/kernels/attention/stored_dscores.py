@@ -15,11 +15,11 @@ from torch import Tensor
 
 from llmtrain.kernels.attention.triton_dscores import attention_delta, attention_dv_dscores
 from llmtrain.kernels.attention.triton_launch import StoredLaunch
+from llmtrain.kernels.attention.triton_select import LOG2_E
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
 from llmtrain.kernels.platform import Platform
 
-_LOG2_E = 1.4426950408889634
 DELTA_ROWS = 64
 LEAST_KEYS, MOST_KEYS = 1024, 4096
 """Keys of a chunk with causality: dq's sum is read and written once a chunk, and a chunk's last corner is multiplied in vain."""
@@ -150,14 +150,14 @@ class _Heads:
         rows = [self.heads * _length(keys), _length(at)]
         target = Descriptor(dscores, rows, [rows[1], 1], [launch.block_n, launch.block_m]) if use_tma else dscores
         strides = [stride for t in (q, k, v, dout) for stride in t.stride()[:2]]
-        softcap = None if call.softcap is None else call.softcap * _LOG2_E
+        softcap = None if call.softcap is None else call.softcap * LOG2_E
         # Without causality every key lies far enough behind: by the same code, whose second loop ptxas does not serialize.
         ahead = at.start - keys.start if call.causal else call.seq_len
         grid = (self.heads * (_length(keys) // launch.block_n),)
         attention_dv_dscores[grid](
             q, k, v, dout, self.lse[:, at], self.delta[:, at], target, dv, self.slopes,
             *strides, dv.stride(1), dv.stride(0), self.lse.stride(0),
-            _length(at), _length(keys), self.heads, ahead, call.scale * _LOG2_E, softcap, call.scale,
+            _length(at), _length(keys), self.heads, ahead, call.scale * LOG2_E, softcap, call.scale,
             GROUP=call.group, HEAD_DIM=call.head_dim, PARTS=parts_of(call.head_dim),
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, NUM_STAGES=launch.num_stages,
             USE_TMA=use_tma, PRECISION="tf32x3" if call.platform.vendor == "nvidia" else "ieee", ADD=add,

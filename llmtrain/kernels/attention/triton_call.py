@@ -13,12 +13,11 @@ from llmtrain.kernels.attention.sum_groups import sum_groups
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
-from llmtrain.kernels.attention.triton_select import MIXED, choose, choose_stored, pairs_in_flight
+from llmtrain.kernels.attention.triton_select import LOG2_E, MIXED, choose, choose_stored, pairs_in_flight
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
 from llmtrain.kernels.platform import DTYPES, Platform
 
-_LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4
 """Of dkdv: fewer leave multiprocessors idle at the end, since early keys are seen by more queries than late ones."""
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
@@ -178,8 +177,8 @@ class Call:
         reads = self.seq_len * (self.head_dim + self.value_dim) * self.q.element_size() * heads
         tiles = cdiv(self.seq_len, rows)
         in_flight = pairs_in_flight(self.platform, reads, tiles, pairs, self.group // heads)
-        softcap = None if self.softcap is None else self.softcap * _LOG2_E
-        sizes = (self.seq_len, pairs, in_flight, self.scale * _LOG2_E, softcap)
+        softcap = None if self.softcap is None else self.softcap * LOG2_E
+        sizes = (self.seq_len, pairs, in_flight, self.scale * LOG2_E, softcap)
         fixed = {
             "CAUSAL": self.causal,
             "WINDOW": self.window,

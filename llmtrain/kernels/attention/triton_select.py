@@ -6,7 +6,8 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
 MIXED, GROUPED = "mixed", "grouped"
-_INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
+LOG2_E = 1.4426950408889634
+INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
 
 
 def choose(
@@ -23,7 +24,7 @@ def choose(
     everything. For dkdv of grouped heads, whose loop is another, `VARIANT, grouped` before each.
     """
     if platform.vendor == "cpu":
-        return _INTERPRETED
+        return INTERPRETED
     names = [variant]
     if variant is not None and "+" in variant:
         names += ["documents"] * (variant == "documents+window") + [MIXED]

@@ -38,11 +38,8 @@ def launch_forward(
     size: int, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output, and the log-sum-exp, [batch, n_heads, 2 * n] in fp32 or wider."""
-    one, how, segments = (
-        KERNELS[kernel],
-        AttentionScale(scale, softcap),
-        ContextParallelRanks(rank, size, GroupName(group)),
-    )
+    one, how = KERNELS[kernel], AttentionScale(scale, softcap)
+    segments = ContextParallelRanks(rank, size, GroupName(group))
     everyones = _gathering(segments, k, v)
     queries, keys, values = (segments.halves(t) for t in (q, k, v))
     found = [one.forward(queries[i], keys[i], values[i], how, True) for i in range(2)]
@@ -64,11 +61,8 @@ def launch_backward(
     scale: float, softcap: float | None, kernel: str, rank: int, size: int, group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and sinks."""
-    one, how, segments = (
-        KERNELS[kernel],
-        AttentionScale(scale, softcap),
-        ContextParallelRanks(rank, size, GroupName(group)),
-    )
+    one, how = KERNELS[kernel], AttentionScale(scale, softcap)
+    segments = ContextParallelRanks(rank, size, GroupName(group))
     everyones = _gathering(segments, k, v)
     outs, log_sums = segments.halves(out), [t.contiguous() for t in lse.chunk(2, dim=2)]
     queries, keys, values, douts = (segments.halves(t) for t in (q, k, v, dout))
