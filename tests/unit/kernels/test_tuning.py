@@ -428,7 +428,10 @@ CHAIN = "".join(f"- &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(2000))
     "text, words",
     [
         ("rows: " + "[" * 300_000, "line 1, column 38: more than 32 mappings and lists inside one another"),
-        ("rows: " + "[" * 300_000 + "]" * 300_000, "line 1, column 38: more than 32 mappings and lists inside one another"),
+        (
+            "rows: " + "[" * 300_000 + "]" * 300_000,
+            "line 1, column 38: more than 32 mappings and lists inside one another",
+        ),
         ("{a: " * 300_000, "line 1, column 129: more than 32 mappings and lists inside one another"),
         (BOMB, "more than 200,000 values, aliases (*) included"),
         (CHAIN, "more than 32 mappings and lists inside one another, aliases (*) included"),
