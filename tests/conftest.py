@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.schema.data import PrepareConfig
+from tests.support.interpreter import FURTHER
+from tests.support.process_state import restored
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
@@ -58,16 +60,9 @@ def shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_of_no_run() -> Iterator[None]:
-    """A run in this process sets RANK and the like, joins a process group and compiles: the next file's tests begin without."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
-        sys.modules["torch.distributed"].destroy_process_group()
-    if "torch._dynamo" in sys.modules:  # it keeps eight compilations of a function, over all the files of a worker
-        sys.modules["torch._dynamo"].reset()
+    """The next file's tests begin as in a process of their own."""
+    with restored():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +90,7 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
+    os.environ[FURTHER] = "--ci" * config.getoption("--ci")
     """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
     they come first, and no worker is left with one at the end."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup`: what tests start would ignore it too

@@ -153,7 +153,7 @@ def test_clients_that_vanish_and_err_cost_no_slot_and_no_memory(model, requests)
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.ci if n < 4 else pytest.mark.slow) for n in range(50)]
+    "number", [pytest.param(n, marks=pytest.mark.ci if n < 2 else pytest.mark.slow) for n in range(50)]
 )
 def test_sigterm_at_any_time_ends_without_a_traceback(model, number):
     rng = random.Random(number)

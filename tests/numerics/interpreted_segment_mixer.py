@@ -1,4 +1,4 @@
-"""Cases of test_segment_mixer.py, which runs them under TRITON_INTERPRET=1; pytest does not collect them by itself."""
+"""Mamba-2 mixers over segments that ranks share. Cases of test_mamba_parts_triton.py; pytest does not collect them by itself."""
 
 import multiprocessing
 from pathlib import Path
@@ -66,7 +66,9 @@ def upstream(name: str) -> torch.Tensor:
 SLOW = ("documents everywhere, halves of chunks",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else pytest.mark.ci) for one in CASES]
+)
 def test_ranks_that_share_sequences_have_the_output_and_gradients_of_one(name, tmp_path):
     spec, size, batch, n, biased, *_ = CASES[name]
     fork = multiprocessing.get_context("fork")
@@ -104,6 +106,7 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("batch", "packed"), [(1, False), (2, True)])
 def test_the_operators_say_what_they_do(alone, batch, packed):
     """Schema, fake and autograd; shapes and strides."""

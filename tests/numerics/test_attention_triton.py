@@ -17,11 +17,6 @@ def test_the_interpreted_kernels_agree_with_the_definition():
     run_interpreted("attention", "attention_float8", "stored_dscores", "prefix_trees")
 
 
-@pytest.mark.ci
-def test_further_cases():
-    run_interpreted("attention", "attention_float8", "prefix_trees", cases="ci and not slow")
-
-
 @pytest.mark.slow
 def test_all_of_their_cases():
     run_interpreted("attention", "stored_dscores", "prefix_trees", cases="slow", timeout=3000)

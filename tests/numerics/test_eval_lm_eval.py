@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval, of the development dependencies"
 )
 
-LIMIT = 500  # documents
+LIMIT = 150  # documents
 MULTIPLE_CHOICE = {
     "output_type": "multiple_choice",
     "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes", "acc_mutual_info")],

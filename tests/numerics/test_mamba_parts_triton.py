@@ -2,8 +2,8 @@
 
 In a process of their own: Triton reads TRITON_INTERPRET when it is imported. The cases are in interpreted_accumulate.py,
 interpreted_conv1d.py, interpreted_documents.py (whole models), interpreted_experts.py, interpreted_float8_cast.py,
-interpreted_gated_norm.py, interpreted_glu.py, interpreted_mixer.py, interpreted_norm.py, interpreted_rotary.py and, of
-`bench tune`, in interpreted_tuning.py.
+interpreted_gated_norm.py, interpreted_glu.py, interpreted_mixer.py, interpreted_norm.py, interpreted_rotary.py,
+interpreted_segment_mixer.py, interpreted_weight_only.py and, of `bench tune`, in interpreted_tuning.py.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,13 @@ from tests.support.live_bytes import launches, peak_mib
 
 def test_the_interpreted_kernels_agree_with_the_reference():
     parts = ("conv1d", "documents", "experts", "float8_cast", "gated_norm", "glu", "mixer", "norm", "rotary", "tuning")
-    parts = (*parts, "weight_only")
+    parts = (*parts, "segment_mixer", "weight_only")
     run_interpreted("accumulate", *parts)
-
-
-@pytest.mark.ci
-def test_further_cases():
-    run_interpreted("conv1d", "documents", "experts", "gated_norm", "mixer", "norm", cases="ci and not slow")
 
 
 @pytest.mark.slow
 def test_all_of_their_cases():
-    run_interpreted("documents", cases="slow")
+    run_interpreted("documents", "segment_mixer", cases="slow")
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])

@@ -26,11 +26,6 @@ def test_the_interpreted_kernels_agree_with_the_reference():
     run_interpreted("ssd", "prefix_tree_kernels", "steps")
 
 
-@pytest.mark.ci
-def test_further_cases():
-    run_interpreted("ssd", cases="ci and not slow")
-
-
 @pytest.mark.slow
 def test_all_of_their_cases():
     run_interpreted("ssd", cases="slow", timeout=7200)

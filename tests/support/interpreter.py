@@ -1,8 +1,9 @@
-"""Triton's interpreter: tests of kernels in a process in which it serves, faster than it comes."""
+"""Tests of kernels in processes of their own: in Triton's interpreter, faster than it comes; and compiled for other machines."""
 
 import builtins
 import functools
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -10,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+FURTHER = "LLMTRAIN_TESTS_FURTHER"
+"""Variable with the options by which a session chooses further tests."""
 
 
-def run_interpreted(*operations: str, cases: str = "not slow and not ci", timeout: float = 900) -> None:
+def run_interpreted(*operations: str, cases: str = "", timeout: float = 900) -> None:
     """Runs tests/numerics/interpreted_OPERATION.py, in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
     Several operations in one, which imports for many seconds.
 
-    cases: as for pytest's -m. timeout: in seconds. Raises AssertionError with what was printed if a case fails or is skipped.
+    cases: as for pytest's -m; by default what this session takes, with --ci those marked so too. timeout: in seconds. Raises
+    AssertionError with what was printed if a case fails or is skipped.
     """
     files = [str(ROOT / "tests" / "numerics" / f"interpreted_{operation}.py") for operation in operations]
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    chosen = ["-m", cases] if cases else os.environ.get(FURTHER, "").split()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, "-m", cases, *files],
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, *chosen, *files],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
         timeout=timeout,
@@ -31,6 +36,20 @@ def run_interpreted(*operations: str, cases: str = "not slow and not ci", timeou
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout, done.stdout
+
+
+def compiled(program: str, *words: str) -> Any:
+    """What a program that compiles kernels prints in its last line, as JSON, in a process in which Triton does not interpret."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @functools.cache

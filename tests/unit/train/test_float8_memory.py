@@ -55,7 +55,6 @@ def test_inputs_of_products_are_kept_and_no_transposed_weight(mlp):
     )
     block = model.blocks[0]
     block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=False)
-    torch._dynamo.reset()
     with pytest.raises(Exception, match="Traced"):
         model(torch.zeros(1, TOKENS, dtype=torch.int64), model.context(TOKENS, torch.device("cpu")))
     assert sorted(kept) == sorted([(TOKENS, 128)] * 3 + [(TOKENS, 448)])
