@@ -3,9 +3,11 @@
 The system's gradient is that of A, -d_written @ errors^T: its transpose has been applied in state_passing_bwd_kernel. A pair's
 product q_i k_j exp(G_i - G_j) gives its gradient times itself to the running sum G_i and takes it from G_j: summed over pairs,
 that is q_i dq_i and k_j dk_j, channel by channel. The same holds for A, and for decays from the start and to the end of the chunk.
-Both tokens of a pair take the same rounded factors, so that in the sums over later tokens what they give and take cancels.
+Both tokens of a pair take the same factors, so that in the sums over later tokens what they give and take cancels: for pairs of two
+blocks rounded ones. Near pairs decay least and weigh most, so theirs are of two parts, of twice the digits.
 """
 
+import triton
 import triton.language as tl
 
 from llmtrain.kernels.gated_delta.chunk_decays import inside, load_documents
@@ -56,6 +58,16 @@ def pair_gradients_kernel(
     dtype = d_scores.dtype.element_ty
     tl.store(d_scores + square, (d_R * seen).to(dtype), mask=there[:, None])
     tl.store(d_system + square, (d_A * seen * -b[:, None]).to(dtype), mask=there[:, None])
+
+
+@triton.jit
+def _add_product(found, narrow, wide, PRECISION: tl.constexpr):
+    """found + narrow @ wide, in fp32; wide: fp32, as the sum of two numbers of narrow's dtype."""
+    high = wide.to(narrow.dtype)
+    found = tl.dot(narrow, high, found, input_precision=PRECISION)
+    if narrow.dtype != tl.float32:
+        found = tl.dot(narrow, (wide - high.to(tl.float32)).to(narrow.dtype), found, input_precision=PRECISION)
+    return found
 
 
 @jit
@@ -175,17 +187,18 @@ def chunk_gradients_kernel(
         d_k += itself * queries
         for level in range(LEVELS):
             decay = to_middle(G, sums, block, level, c, H * K, K, BK)
-            of_queries, of_keys = (queries * decay).to(dtype), (keys * decay).to(dtype)
+            of_queries, of_keys = queries * decay, keys * decay
             late, early = met(level), tl.trans(met(level))
-            by_scores = tl.dot(tl.where(late, R, 0.0).to(dtype), of_keys, input_precision=PRECISION)
+            by_scores, found = tl.zeros((NEAR, BK), dtype=tl.float32), tl.zeros((NEAR, BK), dtype=tl.float32)
+            by_scores = _add_product(by_scores, tl.where(late, R, 0.0).to(dtype), of_keys, PRECISION)
             both = tl.where(late, A, tl.where(early, A_turned, 0.0)).to(dtype)
-            found = tl.dot(tl.where(early, R_turned, 0.0).to(dtype), of_queries, input_precision=PRECISION)
-            found = tl.dot(both, of_keys, found, input_precision=PRECISION)
+            found = _add_product(found, tl.where(early, R_turned, 0.0).to(dtype), of_queries, PRECISION)
+            found = _add_product(found, both, of_keys, PRECISION)
             d_q += decay * by_scores
             d_k += decay * found
             is_late = (r // (NEAR >> level + 1)) % 2 == 1
             sign = tl.where(is_late, 1.0, -1.0)[:, None]
-            d_G += of_queries.to(tl.float32) * by_scores + sign * of_keys.to(tl.float32) * found
+            d_G += of_queries * by_scores + sign * of_keys * found
 
         mask, to = there & inside(c, K, BK)[None, :], out * K + i[:, None] * (H * K) + c[None, :]
         tl.store(dq + to, d_q.to(dtype), mask=mask)
