@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Parameter
 
 from llmtrain.kernels.launch import is_kept
 from llmtrain.kernels.replay import Replayed
@@ -17,6 +19,7 @@ _LIBRARY = torch.library.Library("llmtrain", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 LAUNCHED_ON = {torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU}
 """Devices on which operators launch kernels, not their fake implementations."""
+_PLAIN = {Tensor, Parameter, type(None), bool, int, float, str}
 
 
 def operator(
@@ -43,6 +46,19 @@ def register_autograd(op: OpOverload, backward: Callable[..., Any], setup_contex
     """The gradient of an operator of `operator`. Arguments as of torch.library.register_autograd."""
     gradient = _GRADIENTS[op]
     gradient.backward, gradient.setup_context = backward, setup_context
+
+
+def call(op: OpOverload, *args: Any) -> Any:
+    """op(*args), of `operator`. Eagerly without PyTorch's dispatcher, which takes the host as long as small kernels' launches, where
+    none but autograd and the operator's own kernel would see the call."""
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)) or args[0].is_meta:
+        return op(*args)
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return op(*args)
+    gradient = _GRADIENTS[op]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return gradient.apply_in_c(*args, None)
+    return gradient.below(None, *args)
 
 
 class _Gradient:
@@ -83,10 +99,10 @@ class _Gradient:
         return self.below(keys, *args)
 
     def below(self, keys: Any, *args: Any) -> Any:
-        """The result, beneath autograd. What may be between autograd and the kernel: fake tensors, tracing, a dispatch mode."""
-        keys = keys & _BELOW_AUTOGRAD
+        """The result, beneath autograd. What may be between autograd and the kernel (keys: not None): fake tensors, tracing, a
+        dispatch mode."""
         with torch._C._AutoDispatchBelowAutograd():
-            if keys.highestPriorityTypeId() in LAUNCHED_ON:
+            if keys is None or (keys := keys & _BELOW_AUTOGRAD).highestPriorityTypeId() in LAUNCHED_ON:
                 return self.launch(*args)
             return self.op.redispatch(keys, *args)
 

@@ -15,7 +15,7 @@ from llmtrain.kernels.attention.documents import Documents, documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_call import Call
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
 WHOLE = 128
@@ -76,7 +76,7 @@ def attend(
     """
     starts, ends = (None, None) if packed is None else (packed.starts, packed.ends)
     sinks = None if sinks is None else sinks.float()
-    return _forward_op(q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks)
+    return call(_forward_op, q, k, v, scale, causal, window, softcap, slopes, starts, ends, sinks)
 
 
 def launch_forward(
@@ -124,7 +124,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     if dout is None and dlse is None:
         return (None,) * 11
     dout = torch.zeros_like(out) if dout is None else dout
-    *gradients, of_sinks = _backward_op(dout, dlse, out, lse, q, k, v, *ctx.settings, slopes, starts, ends, sinks)
+    *gradients, of_sinks = call(_backward_op, dout, dlse, out, lse, q, k, v, *ctx.settings, slopes, starts, ends, sinks)
     return (*gradients, *(None,) * 7, None if sinks is None else of_sinks)
 
 

@@ -9,7 +9,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d import triton_kernels as kernels
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.conv1d.triton_launch import PROGRAMS_PER_SM, Launch, fitted, narrowed
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
 
@@ -36,7 +36,7 @@ class TritonConv1d:
         """
         assert x.shape[2:] == weight.shape[:1] == (self.spec.channels,) and weight.shape[1] == self.spec.width
         assert document_ids is None or document_ids.shape == x.shape[:2]
-        return conv1d_forward(x, weight, bias, document_ids, self.options)
+        return call(conv1d_forward, x, weight, bias, document_ids, self.options)
 
 
 def launch_forward(
@@ -96,7 +96,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy):
     x, weight, bias, document_ids = ctx.saved_tensors
-    dx, d_weight, d_bias = conv1d_backward(dy, x, weight, bias, document_ids, ctx.options)
+    dx, d_weight, d_bias = call(conv1d_backward, dy, x, weight, bias, document_ids, ctx.options)
     return dx, d_weight, None if bias is None else d_bias, None, None
 
 

@@ -17,7 +17,7 @@ from llmtrain.kernels.experts import triton_kernels as kernels
 from llmtrain.kernels.experts.reference import Rows
 from llmtrain.kernels.experts.spec import GATED, ExpertsSpec
 from llmtrain.kernels.launch import cdiv, next_power_of_2
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform, detect, shared_limit
 
 _ROW_BLOCK = 1024
@@ -79,7 +79,7 @@ class TritonExperts:
     ) -> Tensor:
         assert not any(bias is not None for bias in biases)
         rows = Rows.of(chosen, self.spec.n_experts)
-        out, _ = experts_forward(x, rows.order.int(), rows.ends, weights, w_in, w_out, self.spec.activation)
+        out, _ = call(experts_forward, x, rows.order.int(), rows.ends, weights, w_in, w_out, self.spec.activation)
         return out
 
 
@@ -214,7 +214,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dy: Tensor, d_h: Tensor | None) -> tuple[Tensor | None, ...]:
-    d_x, d_weights, d_w_in, d_w_out = experts_backward(dy, *ctx.saved_tensors, ctx.activation)
+    d_x, d_weights, d_w_in, d_w_out = call(experts_backward, dy, *ctx.saved_tensors, ctx.activation)
     return d_x, None, None, d_weights, d_w_in, d_w_out, None
 
 

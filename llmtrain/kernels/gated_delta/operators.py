@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.gated_delta.triton_launch import Tile
-from llmtrain.kernels.operators import register_autograd
+from llmtrain.kernels.operators import call, register_autograd
 
 INPUTS = 7
 """q, k, v, log_decay, beta, the initial state and document_ids; what follows them are settings."""
@@ -27,7 +27,7 @@ class OperatorRule:
         initial_state: Tensor | None = None, document_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """y like v, and the last state in fp32."""
-        return self.operator(q, k, v, log_decay, beta, initial_state, document_ids, *self.settings)[:2]
+        return call(self.operator, q, k, v, log_decay, beta, initial_state, document_ids, *self.settings)[:2]
 
 
 def differentiable(forward: Any, backward: Any, kept: Callable[..., Iterable[Tensor]]) -> None:
@@ -53,7 +53,7 @@ def differentiable(forward: Any, backward: Any, kept: Callable[..., Iterable[Ten
     def gradient(ctx, dy, d_final, *_):
         saved = ctx.saved_tensors
         dy = saved[2].new_zeros(saved[2].shape) if dy is None else dy
-        *gradients, d_initial = backward(dy, d_final, *saved, *ctx.settings)
+        *gradients, d_initial = call(backward, dy, d_final, *saved, *ctx.settings)
         return *gradients, None if saved[5] is None else d_initial, None, *(None for _ in ctx.settings)
 
     register_autograd(forward, gradient, setup_context)

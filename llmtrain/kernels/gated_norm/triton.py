@@ -9,7 +9,7 @@ from llmtrain.kernels import tuning
 from llmtrain.kernels.gated_norm import triton_kernels as kernels
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.gated_norm.triton_launch import Launch
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import fitted, narrowed
 
@@ -36,7 +36,7 @@ class TritonGatedNorm:
         """
         spec = self.spec
         assert x.shape == z.shape and x.shape[-1:] == weight.shape == (spec.dim,)
-        return gated_norm_forward(x, z, weight, spec.n_groups, spec.eps, spec.norm_before_gate, self.options)[0]
+        return call(gated_norm_forward, x, z, weight, spec.n_groups, spec.eps, spec.norm_before_gate, self.options)[0]
 
 
 def launch_forward(
@@ -95,7 +95,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy, _):
     assert dy is not None, "r is not differentiable"
-    return *gated_norm_backward(dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
+    return *call(gated_norm_backward, dy, *ctx.saved_tensors, ctx.norm_first, ctx.options), None, None, None, None
 
 
 register_autograd(gated_norm_forward, _backward, _setup_context)

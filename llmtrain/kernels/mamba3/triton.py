@@ -16,7 +16,7 @@ from torch import Tensor
 from llmtrain.kernels.mamba3 import decays, rotations, rotations_bwd
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import split_heads
 from llmtrain.kernels.ssd.triton import default_launch, document_numbers, initial_gradient, scan, scan_gradients
@@ -44,7 +44,7 @@ class TritonMamba3:
         h = None if state is None else with_token_before(state, dt, later)
         tensors = (q, k, v, log_decay, dt, later, rate, q_bias, k_bias, D)
         first = None if state is None else state.angle
-        y, h, angle, last_k, _ = mamba3_forward(*tensors, h, first, document_ids, self.options)
+        y, h, angle, last_k, _ = call(mamba3_forward, *tensors, h, first, document_ids, self.options)
         return y, State(h, angle, last_k, v[:, -1])
 
 
@@ -137,7 +137,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, dy, d_final, d_angle, d_last_k, _):
     saved = ctx.saved_tensors
     dy = torch.zeros(saved[2].shape, dtype=saved[2].dtype, device=saved[2].device) if dy is None else dy
-    *gradients, d_h, d_first = mamba3_backward(dy, d_final, d_angle, d_last_k, *saved, ctx.options)
+    *gradients, d_h, d_first = call(mamba3_backward, dy, d_final, d_angle, d_last_k, *saved, ctx.options)
     ends = (None if t is None else d.to(t.dtype) for t, d in ((saved[10], d_h), (saved[11], d_first)))
     return *gradients, *ends, None, None
 

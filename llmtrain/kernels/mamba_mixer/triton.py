@@ -18,7 +18,7 @@ from torch import Tensor
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.gated_norm import triton as gated_norm
 from llmtrain.kernels.mamba_mixer.spec import MambaMixerSpec
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.options import Options
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import triton as ssd
@@ -79,7 +79,7 @@ class TritonMambaMixer:
         tensors = (zxbcdt, conv_weight, conv_bias, A, D, dt_bias, norm_weight, initial_state, document_ids)
         limits = scan.dt_limit or (None, None)
         norm_settings = (norm.n_groups, norm.eps, norm.norm_before_gate)
-        return mamba_mixer_forward(*tensors, scan.n_groups, *limits, *norm_settings, self.options)[0]
+        return call(mamba_mixer_forward, *tensors, scan.n_groups, *limits, *norm_settings, self.options)[0]
 
 
 def launch_forward(
@@ -180,7 +180,7 @@ def _backward(ctx, d_out, *_):
     saved = ctx.saved_tensors
     conv_bias, initial_state = saved[2], saved[7]
     how = (ctx.n_groups, ctx.dt_min, ctx.dt_max, ctx.norm_first, ctx.options)
-    d_zxbcdt, d_weight, d_bias, *found, d_initial = mamba_mixer_backward(d_out, *saved, *how)
+    d_zxbcdt, d_weight, d_bias, *found, d_initial = call(mamba_mixer_backward, d_out, *saved, *how)
     d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
     return d_zxbcdt, d_weight, None if conv_bias is None else d_bias, *found, d_initial, *[None] * 8
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmtrain.kernels import tuning
 from llmtrain.kernels.norm import triton_kernels as kernels
 from llmtrain.kernels.norm.spec import NormSpec
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Launch, fitted, narrowed
 
@@ -40,7 +40,7 @@ class TritonNorm:
         spec = self.spec
         assert x.shape[-1:] == weight.shape == (spec.dim,) and (bias is not None) == spec.bias
         assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
-        total, y, _ = norm_forward(x, delta, weight, bias, spec.type == "layernorm", spec.eps, self.options)
+        total, y, _ = call(norm_forward, x, delta, weight, bias, spec.type == "layernorm", spec.eps, self.options)
         return (x if delta is None else total), y
 
 
@@ -99,7 +99,7 @@ def _backward(ctx, d_total, dy, _):
         return d_total, d_total, None, None, None, None, None
     total, weight, statistics = ctx.saved_tensors
     d_total = d_total if ctx.summed else None
-    dx, d_weight, d_bias = norm_backward(dy, d_total, total, weight, statistics, ctx.biased, ctx.options)
+    dx, d_weight, d_bias = call(norm_backward, dy, d_total, total, weight, statistics, ctx.biased, ctx.options)
     return dx, dx if ctx.summed else None, d_weight, d_bias if ctx.biased else None, None, None, None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain.kernels import tuning
 from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 from llmtrain.kernels.rotary.triton_launch import Launch
@@ -35,7 +35,7 @@ class TritonRotary:
         self.options = launch.dump()
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary(q, k, cos, sin, False, self.options)
+        return call(rotary, q, k, cos, sin, False, self.options)
 
 
 def launch_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, options: str) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dq, dk):
-    return *rotary(dq, dk, *ctx.saved_tensors, not ctx.inverse, ctx.options), None, None, None, None
+    return *call(rotary, dq, dk, *ctx.saved_tensors, not ctx.inverse, ctx.options), None, None, None, None
 
 
 register_autograd(rotary, _backward, _setup_context)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels import tuning
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.ssd import block_scaled_fp16, chunk_cumsum, split_heads, state_passing
@@ -68,7 +68,7 @@ class TritonSSD:
         assert x.dtype == B.dtype == C.dtype
         assert A.shape == D.shape == dt_bias.shape == (spec.n_heads,)
         dt_min, dt_max = spec.dt_limit or (None, None)
-        return ssd_forward(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, self.options)
+        return call(ssd_forward, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, dt_min, dt_max, self.options)
 
 
 def launch_forward(
@@ -233,7 +233,7 @@ def _backward(ctx, dy, d_final_state):
     tensors = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros(tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    *found, d_initial = ssd_backward(dy, d_final_state, *tensors, ctx.dt_min, ctx.dt_max, ctx.options)
+    *found, d_initial = call(ssd_backward, dy, d_final_state, *tensors, ctx.dt_min, ctx.dt_max, ctx.options)
     return *found, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None, None, None
 
 

@@ -1,6 +1,7 @@
 """Operators registered by the short way are PyTorch's in every respect that training needs."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.kernels import operators
-from llmtrain.kernels.operators import operator, register_autograd
+from llmtrain.kernels.operators import call, operator, register_autograd
 
 CALLS: list[str] = []
 
@@ -42,6 +43,12 @@ def op() -> Iterator[Any]:
     del operators._GRADIENTS[made]
 
 
+@pytest.fixture(params=["as PyTorch's", "by the short way"])
+def run(request: Any, op: Any) -> Any:
+    """A call of the operator."""
+    return op if request.param == "as PyTorch's" else partial(call, op)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Any:
     """The same without a gradient."""
@@ -66,15 +73,41 @@ def test_it_holds_to_what_pytorch_asks_of_operators(op: Any):
             torch.library.opcheck(op, (x, None if bias is None else bias.expand(3, 4), 2.0, "text"))
 
 
-def test_gradients_are_those_of_its_formula_and_only_where_they_are_asked_for(op: Any):
+def test_gradients_are_those_of_its_formula_and_only_where_they_are_asked_for(run: Any):
     x, bias = leaf(3), leaf(3)
-    out, _ = op(x, bias, 3.0, "")
+    out, _ = run(x, bias, 3.0, "")
     out.backward(torch.tensor([1.0, 2.0, 3.0]))
     assert gradient(x) == [3.0, 6.0, 9.0] and gradient(bias) == [1.0, 2.0, 3.0]
     with torch.no_grad():
-        assert not op(x, bias, 3.0, "")[0].requires_grad
-    assert not op(x.detach(), None, 3.0, "")[0].requires_grad
-    assert op(x.detach(), bias, 3.0, "")[0].requires_grad
+        assert not run(x, bias, 3.0, "")[0].requires_grad
+    assert not run(x.detach(), None, 3.0, "")[0].requires_grad
+    assert run(x.detach(), bias, 3.0, "")[0].requires_grad
+
+
+def test_the_short_way_is_taken_with_and_without_gradients(op: Any, monkeypatch: pytest.MonkeyPatch):
+    def dispatched(*args: Any) -> Any:
+        raise AssertionError("PyTorch's dispatcher")
+
+    monkeypatch.setattr(operators._GRADIENTS[op], "call", dispatched)
+    monkeypatch.setattr(type(op), "__call__", dispatched)
+    x = leaf(3)
+    call(op, x, None, 3.0, "")[0].sum().backward()
+    assert gradient(x) == [3.0] * 3
+    with torch.no_grad():
+        assert call(op, x, None, 3.0, "")[0].equal(3 * x)
+
+
+def test_tensors_of_other_classes_go_by_the_dispatcher(op: Any):
+    seen: list[Any] = []
+
+    class Noted(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    call(op, torch.randn(3).as_subclass(Noted), None, 2.0, "")
+    assert op in seen
 
 
 def test_an_operator_without_a_gradient_reports_it(plain: Any):
@@ -83,7 +116,7 @@ def test_an_operator_without_a_gradient_reports_it(plain: Any):
         out.sum().backward()
 
 
-def test_modes_and_fake_tensors_come_before_the_kernel(op: Any):
+def test_modes_and_fake_tensors_come_before_the_kernel(op: Any, run: Any):
     seen: list[Any] = []
 
     class Mode(TorchDispatchMode):
@@ -93,18 +126,21 @@ def test_modes_and_fake_tensors_come_before_the_kernel(op: Any):
 
     CALLS.clear()
     with torch.no_grad(), Mode():  # selective checkpointing is one
-        op(torch.randn(3), None, 2.0, "seen")
+        run(torch.randn(3), None, 2.0, "seen")
     assert op in seen and CALLS == ["seen"]
     with FakeTensorMode(), torch.no_grad():
-        out, _ = op(torch.randn(3), None, 2.0, "fake")
+        out, _ = run(torch.randn(3), None, 2.0, "fake")
     assert out.shape == (3,) and CALLS == ["seen"]
+    with torch.no_grad():
+        out, _ = run(torch.randn(3, device="meta"), None, 2.0, "meta")
+    assert out.is_meta and CALLS == ["seen"]
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_compiled_without_breaks_it_computes_the_same(op: Any, grad: bool):
+def test_compiled_without_breaks_it_computes_the_same(run: Any, grad: bool):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def twice(x: Tensor, bias: Tensor) -> Tensor:
-        return op(op(x, bias, 2.0, "one")[0] + 1, None, 3.0, "two")[0]
+        return run(run(x, bias, 2.0, "one")[0] + 1, None, 3.0, "two")[0]
 
     x, bias = leaf(5), leaf(5)
     with torch.set_grad_enabled(grad):
