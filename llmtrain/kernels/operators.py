@@ -49,7 +49,7 @@ def register_autograd(op: OpOverload, backward: Callable[..., Any], setup_contex
 
 
 def call(op: OpOverload, *args: Any) -> Any:
-    """op(*args), of `operator`. Eagerly without PyTorch's dispatcher, which takes the host as long as small kernels' launches, where
+    """op(*args), of `operator`. Eagerly without PyTorch's dispatcher, which takes the host as long as small kernels do, where
     none but autograd and the operator's own kernel would see the call."""
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)) or args[0].is_meta:
         return op(*args)
