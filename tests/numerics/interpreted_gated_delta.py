@@ -82,6 +82,18 @@ def documents(batch: int, seq_len: int) -> torch.Tensor:
 BOTH = [(rule, case) for rule in RULES for case in CASES if rule == "gated_delta" or case in ALSO]
 
 
+def test_the_gradient_of_decays_errs_less_than_that_of_keys_in_16_bits():
+    """Of strong decays, where near pairs of tokens are all that counts."""
+    spec = KimiDeltaSpec(1, 1, 32, 32, "float16")
+    tensors = support.inputs("kimi_delta", spec, 1, 128)
+    tensors[3] = 2 * tensors[3] - 1
+    exact = outcomes(ReferenceKimiDelta(spec), tensors, exact=True)
+    found = outcomes(TritonKimiDelta(replace(OF_CHANNELS, chunk_size=64)), tensors)
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    of_keys, of_decays = errors[3], errors[5]
+    assert of_decays < 0.9 * of_keys < 5e-4
+
+
 @pytest.mark.parametrize(("rule", "case"), BOTH)
 def test_outputs_and_gradients_are_the_references(rule, case):
     specification, reference, build = RULES[rule]
