@@ -168,7 +168,6 @@ def theirs(tmp_path_factory) -> Any:
 
     instructions._sentence_tokenizer.cache_clear()
     yield utils
-    instructions._sentence_tokenizer.cache_clear()
     nltk.data.path.pop(0)
 
 

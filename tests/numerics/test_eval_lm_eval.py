@@ -16,7 +16,7 @@ from llmtrain.eval.report.metrics import Metrics
 from llmtrain.eval.tasks.config import TaskConfig
 from llmtrain.eval.tasks.sections import Examples, Source
 from llmtrain.eval.tasks.templates import Template
-from tests.support.icl import ask, icl_file, some_sentence
+from tests.support.icl import TOKENIZERS, ask, icl_file, some_sentence
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval, of the development dependencies"
@@ -153,6 +153,7 @@ def test_local_records(name: str, shots: int, tokenizer, tmp_path):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("any_tokenizer", [kind for kind in TOKENIZERS if kind != "byte_level"], indirect=True)
 @pytest.mark.parametrize("name", ["arc_challenge", "winogrande", "lambada", "triviaqa"])
 def test_every_kind_of_tokenizer(name: str, any_tokenizer, tmp_path):
     check_local(name, 1, any_tokenizer, tmp_path)

@@ -25,9 +25,7 @@ from tests.support.stores import BUCKET, S3, serving
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3]:
     with serving() as made:
-        storage._s3.cache_clear()
         yield made
-    storage._s3.cache_clear()
 
 
 def put(server: S3, key: str, content: bytes) -> None:
