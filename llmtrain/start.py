@@ -24,6 +24,7 @@ REPORTED_PHASE = 0.5
 REPORT_INTERVAL = 3.0
 """Seconds after which a part that lasts is logged again."""
 _OTHER = "other: Python, the config, checks"
+_LAUNCHER = "launcher, before the ranks begin"
 
 
 class _Start:
@@ -42,7 +43,11 @@ _start: _Start | None = None
 def _now() -> _Start:
     global _start
     if _start is None:
-        _start = _Start(time.perf_counter() - age(int(os.environ.get(LAUNCHER, os.getpid()))))
+        own = age(os.getpid())
+        whole = age(int(os.environ[LAUNCHER])) if LAUNCHER in os.environ else own
+        _start = _Start(time.perf_counter() - whole)
+        if whole > own:
+            _start.parts[_LAUNCHER] = whole - own
     return _start
 
 

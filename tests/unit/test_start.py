@@ -51,6 +51,14 @@ def test_parts_add_up_to_the_time_since_the_command(monkeypatch):
     assert sum(start.end_start().values()) < 1  # the next start in this process
 
 
+def test_a_ranks_start_begins_with_its_launchers(monkeypatch):
+    monkeypatch.setenv(start.LAUNCHER, "1")
+    monkeypatch.setattr(start, "age", lambda pid: 5.0 if pid == 1 else 2.0)
+    parts = start.end_start()
+    assert parts["launcher, before the ranks begin"] == 3.0
+    assert parts["other: Python, the config, checks"] == pytest.approx(2.0, abs=0.5)
+
+
 def test_a_part_that_fails_is_over(monkeypatch):
     with pytest.raises(ValueError), start.start_phase("model"):
         raise ValueError
