@@ -80,7 +80,7 @@ def keys(config: Config, platform: str, folder: Path) -> tuple[set[str], set[str
 )
 def test_finds_the_kernels_that_a_step_needs(platform: str, compiled: str, tmp_path: Path):
     found, needed = keys(config(compile=compiled), platform, tmp_path)
-    assert len(needed) > 20
+    assert len(needed) >= 20
     assert needed <= found
     # A CPU's gradients are added up by PyTorch.
     assert {name.split()[0] for name in found - needed} == {"llmtrain.kernels.accumulate._accumulate"}
