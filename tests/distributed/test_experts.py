@@ -65,6 +65,57 @@ OVER_FOUR = [
 ]
 
 
+def unlike(size: int) -> list[Case]:
+    """Layers of every kind, divided by as many ranks as there are."""
+
+    def over(
+        blocks: dict[str, Any], layers: str, seq_len: int = 16, samples: int = 2, borders: Any = 0.1, **train: Any
+    ) -> Case:
+        train = {"parallel": {"expert": size}, "activation_checkpointing": {"type": "none"}, **train}
+        return Case({"blocks": blocks, "layers": layers}, seq_len, samples, borders, train)
+
+    def block(*settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+        mlp = experts(UNBALANCED, {"n_experts": 2 * size}, *settings, **more)
+        return {"type": "attention", "n_heads": 4, "head_dim": 4, "position": {"type": "rotary"}, "mlp": mlp}
+
+    full, state = {"activation_checkpointing": {"type": "full"}}, {"mlp": {"width": 8, "previous": True}}
+    dense = block() | {"mlp": {"type": "gelu", "d_ff": 8}}
+    grouped = {"type": "sigmoid", "choice_bias": True, "groups": 2, "top_groups": 1, "scale": 2.5}
+    chunks = {"activation_checkpointing": {"type": "full", "mlp_tokens": 5}}
+    return [
+        over({"a": block(top_k=1)}, "a*2"),
+        over({"a": block(n_experts=size, top_k=size)}, "a*2"),
+        over({"a": block(router=grouped)}, "a*2", **full),
+        over({"a": block(top_k=1, router={"skip": True})}, "a*2", **full),
+        over({"a": block(router={"mlp": {"width": 8}}), "b": block(BESIDE, router=state)}, "a b b", **full),
+        over({"a": block()}, "a", seq_len=2, samples=1, borders=None),
+        over({"a": block(BESIDE)}, "a", seq_len=5, samples=3, borders="everywhere"),
+        over({"a": block(BESIDE)}, "a*2", **chunks),
+        over({"a": block(), "b": block(BESIDE, n_experts=3 * size, top_k=3), "d": dense}, "a b d a"),
+        over({"a": block()}, "a*2", sharding={"sync_every_microbatch": False}),
+        over({"a": block(activation="swiglu_clamped", bias=True)}, "a*2", activation_checkpointing={"type": "kernels"}),
+        over({"a": block(activation="relu2", latent=4, router={"type": "top_k_softmax", "bias": True})}, "a*2"),
+    ]
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
+def test_layers_of_every_kind_may_be_divided(ranks, size):
+    assert_exact(ranks, size, unlike(size))
+
+
+@CI
+@pytest.mark.parametrize("first", [0, 5, 6])
+def test_two_of_three_ranks_may_get_no_row(ranks, first):
+    """All tokens to the first expert, to the last, or with a router that may choose none, to none at all."""
+    router = {"skip": True} if first == 6 else {}
+    cases = [
+        case(model(UNBALANCED, one, n_experts=6, top_k=1, router=router), recompute=kind, expert=3)
+        for one, kind in (({}, "none"), (BESIDE, "full"), ({}, "selective"))
+    ]
+    for one, (loss, gradient, name) in zip(cases, ranks(3).run(extreme, cases, first)[0], strict=True):
+        assert loss < EXACT and gradient < EXACT, (one, loss, gradient, name)
+
+
 @pytest.mark.parametrize(("size", "cases"), [(2, OVER_TWO), pytest.param(4, OVER_FOUR, marks=CI)], ids=["2", "4"])
 def test_loss_and_gradients_are_those_of_one_rank(ranks, size, cases):
     assert_exact(ranks, size, cases)
