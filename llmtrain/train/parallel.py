@@ -319,6 +319,10 @@ def shard(
                 fully_shard(module, reshard_after_forward=not whole, **options)
     for block in model.hybrid.blocks:
         fully_shard(block, reshard_after_forward=reshard, **common)
+        if of_experts is not None:
+            # The host waits in each layer before its experts are called: their gather is to begin with the layer.
+            inside = [cast("FSDPModule", one) for _, part in parts_of(block) for one in part.split_modules()]
+            cast("FSDPModule", block).set_modules_to_forward_prefetch(inside)
     if model.hybrid.head is not None:
         fully_shard(model.hybrid.head, reshard_after_forward=False, **common)
     fully_shard(model, reshard_after_forward=False, **common)

@@ -69,7 +69,7 @@ def unlike(size: int) -> list[Case]:
     """Layers of every kind, divided by as many ranks as there are."""
 
     def over(
-        blocks: dict[str, Any], layers: str, seq_len: int = 16, samples: int = 2, borders: Any = 0.1, **train: Any
+        blocks: dict[str, Any], layers: str, seq_len: Any = 16, samples: Any = 2, borders: Any = 0.1, **train: Any
     ) -> Case:
         train = {"parallel": {"expert": size}, "activation_checkpointing": {"type": "none"}, **train}
         return Case({"blocks": blocks, "layers": layers}, seq_len, samples, borders, train)
