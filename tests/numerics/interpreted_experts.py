@@ -97,7 +97,7 @@ def test_casts_are_those_of_torch(dims, transposed, dtype):
     [
         ((32, 48, 5, 2), 37, "spread", "swiglu"),
         ((64, 16, 4, 1), 19, "last", "relu2"),
-        pytest.param((16, 80, 9, 3), 1, "first", "swiglu", marks=CI),
+        pytest.param((16, 80, 9, 3), 8, "first", "swiglu", marks=CI),
         pytest.param((48, 32, 6, 2), 70, "first", "gelu", marks=CI),
     ],
 )
