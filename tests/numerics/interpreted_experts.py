@@ -104,7 +104,7 @@ def test_casts_are_those_of_torch(dims, transposed, dtype):
 def test_in_float8_the_error_is_that_of_the_emulation(monkeypatch, recipe, sizes, tokens, kind, activation):
     """Rows of experts in any number, none too; rows and channels of very different magnitudes."""
     monkeypatch.setattr(triton_float8, "cast", cast_by_torch)
-    spec = ExpertsSpec(*sizes, activation, dtype="float32")
+    spec = ExpertsSpec(*sizes, activation=activation, dtype="float32")
     *inputs, up = drawn(spec, tokens)
     if recipe == "rowwise":
         inputs[0] *= 10.0 ** (torch.arange(tokens) % 5 - 2)[:, None]
