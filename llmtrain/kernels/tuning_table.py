@@ -91,7 +91,7 @@ class Row:
     @field_validator("dtype", mode="before")
     @classmethod
     def _of_a_kernel(cls, dtype: Any) -> Any:
-        if dtype not in DTYPES:
+        if dtype not in list(DTYPES):
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
         return dtype
 

@@ -235,6 +235,8 @@ GOOD = {
     [
         ({"kernel": "attention.backward"}, "no kernel 'attention.backward'; there is attention.forward"),
         ({"dtype": "bf16"}, "dtype must be one of bfloat16"),
+        ({"dtype": {"a": 1}}, "dtype must be one of bfloat16"),
+        ({"kernel": {"a": 1}}, "no kernel '{'a': 1}'; there is attention.forward"),
         ({"shape": {"d_state": 64}}, "shape must have head_dim"),
         ({"shape": {"head_dim": "64"}}, "head_dim must be a positive integer, not '64'"),
         ({"launch": {**GOOD["launch"], "waprs": 4}}, "Launch has no 'waprs'; it has block_m"),

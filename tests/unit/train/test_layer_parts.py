@@ -48,5 +48,6 @@ def test_a_report_that_fails_leaves_the_run_complete(monkeypatch, caplog, tmp_pa
     monkeypatch.setattr(summary, "report", fails)
     config: Any = SimpleNamespace(run_dir=str(tmp_path))
     monkeypatch.setattr(worker, "hold_folder", lambda folder: None)
+    monkeypatch.setattr(worker, "await_compiled", lambda *_: None)
     assert worker._train(config, None, "run.yaml", []) == 0 and finished == [True]
     assert "training is complete, but not its report: AttributeError: no such part" in caplog.text
