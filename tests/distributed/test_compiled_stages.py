@@ -63,7 +63,8 @@ def two_steps(model: dict[str, Any], parallel: dict[str, Any], compile: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "virtual"), [(ZAMBA2, 1), pytest.param(ROUTED, 1, marks=pytest.mark.ci), (ZAMBA2, 2)]
+    ("model", "virtual"),
+    [*(pytest.param(model, 1, marks=pytest.mark.ci) for model in (ZAMBA2, ROUTED)), (ZAMBA2, 2)],
 )
 def test_all_stages_compile_each_kind_of_layer_once_and_at_the_same_time(ranks, model, virtual):
     """And what they compile with leaves no trace in the first step: not in gradients, sums, or the numbers that are drawn."""

@@ -98,7 +98,9 @@ def unlike(size: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(3, marks=pytest.mark.ci), pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)]
+)
 def test_layers_of_every_kind_may_be_divided(ranks, size):
     assert_exact(ranks, size, unlike(size))
 

@@ -73,7 +73,7 @@ def keys(config: Config, platform: str, folder: Path) -> tuple[set[str], set[str
 @pytest.mark.parametrize(
     ("platform", "compiled"),
     [
-        ("h200", "off"),
+        pytest.param("h200", "off", marks=pytest.mark.ci),
         pytest.param("mi300x", "off", marks=pytest.mark.ci),
         pytest.param("h200", "on", marks=pytest.mark.slow),
     ],
