@@ -98,9 +98,7 @@ def unlike(size: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(3, marks=pytest.mark.ci), pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)]
-)
+@pytest.mark.parametrize("size", [pytest.param(3, marks=CI), pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_layers_of_every_kind_may_be_divided(ranks, size):
     assert_exact(ranks, size, unlike(size))
 
