@@ -220,7 +220,7 @@ class Attention(KernelAttention):
 
     def head_parts(self) -> tuple[Part, Part]:
         """Heads of queries, and of keys and values, as they stand in a projection."""
-        return tuple(Part(n, self.spec.head_dim) for n in (self.spec.n_heads, self.spec.n_kv_heads))  # type: ignore[return-value]
+        return Part(self.spec.n_heads, self.spec.head_dim), Part(self.spec.n_kv_heads, self.spec.head_dim)
 
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> AttentionCache:
         shape = (batch, self.spec.n_kv_heads, capacity, self.spec.head_dim)
