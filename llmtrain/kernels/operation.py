@@ -164,8 +164,9 @@ class Operation(abc.ABC):
         return next((row.reason for row in rows if row.backend == "triton"), None)
 
     def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        """Search of launch parameters, a kernels.search.Search."""
-        raise UserError(f"nothing to tune in '{self.name}'")
+        """Search of launch parameters: the class NAMESearch of the folder's search.py, NAME being that of this class."""
+        module = importlib.import_module(f"llmtrain.kernels.{self.name}.search")
+        return getattr(module, f"{type(self).__name__}Search")(self, shape, device, where)
 
     def shape(self, fields: dict[str, Any]) -> Shape:
         """Shape from plain data: of a Shape, or of `sized`. Raises UserError for a name that is none of the sizes."""

@@ -44,7 +44,7 @@ class Backend:
     """One implementation of an operation.
 
     name: `family` or `family:variant`.
-    module: imported only when the backend is built.
+    module: below llmtrain.kernels; imported only when the backend is built.
     refusal: (spec, platform) -> why it cannot serve, or None (of a reference always); `refusal` below adds those that can.
         platform=None asks only for reasons that hold on every machine.
     saved_ops: names of its operators whose outputs selective checkpointing keeps, since they are costly to compute and
@@ -64,17 +64,20 @@ class Backend:
 
     def build(self, spec: Spec, platform: Platform) -> Any:
         """The kernel: a callable with the operation's signature; for attention also `prepare(seq_len, device)`."""
-        return importlib.import_module(self.module).build(spec, platform, self.name.partition(":")[2])
+        return importlib.import_module(f"llmtrain.kernels.{self.module}").build(
+            spec, platform, self.name.partition(":")[2]
+        )
 
 
 def _refuse_triton_step(spec: Spec, platform: Platform | None) -> str | None:
     return refuse_triton(spec.dtype, platform)
 
 
-_SDPA = "llmtrain.kernels.attention.sdpa"
+def _op(name: str) -> str:
+    return f"llmtrain.{name}.default"
 
 
-_SUFFIX = "llmtrain.attention_suffix.default"  # for some backends, with train.parallel.context
+_SUFFIX = _op("attention_suffix")  # for some backends, with train.parallel.context
 
 
 def _sdpa_op(kernel: str) -> tuple[str, ...]:
@@ -83,127 +86,94 @@ def _sdpa_op(kernel: str) -> tuple[str, ...]:
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "attention": (
-        Backend("reference", "llmtrain.kernels.attention.reference"),
-        Backend("sdpa:flash", _SDPA, attention.refuse_sdpa_flash, _sdpa_op("flash_attention")),
-        Backend("sdpa:cudnn", _SDPA, attention.refuse_sdpa_cudnn, _sdpa_op("cudnn_attention")),
-        Backend("sdpa:efficient", _SDPA, attention.refuse_sdpa_efficient, _sdpa_op("efficient_attention")),
-        Backend("sdpa:cpu", _SDPA, attention.refuse_sdpa_cpu, _sdpa_op("flash_attention_for_cpu")),
-        Backend("flex", "llmtrain.kernels.attention.flex", attention.refuse_flex, ("flex_attention",)),
-        Backend(
-            "varlen", "llmtrain.kernels.attention.varlen", attention.refuse_varlen, ("torch_attn._varlen_attn.default",)
-        ),
-        Backend(
-            "triton",
-            "llmtrain.kernels.attention.triton",
-            attention.refuse_triton_sequence,
-            ("llmtrain.attention_forward.default", _SUFFIX),
-        ),
+        Backend("reference", "attention.reference"),
+        Backend("sdpa:flash", "attention.sdpa", attention.refuse_sdpa_flash, _sdpa_op("flash_attention")),
+        Backend("sdpa:cudnn", "attention.sdpa", attention.refuse_sdpa_cudnn, _sdpa_op("cudnn_attention")),
+        Backend("sdpa:efficient", "attention.sdpa", attention.refuse_sdpa_efficient, _sdpa_op("efficient_attention")),
+        Backend("sdpa:cpu", "attention.sdpa", attention.refuse_sdpa_cpu, _sdpa_op("flash_attention_for_cpu")),
+        Backend("flex", "attention.flex", attention.refuse_flex, ("flex_attention",)),
+        Backend("varlen", "attention.varlen", attention.refuse_varlen, ("torch_attn._varlen_attn.default",)),
+        Backend("triton", "attention.triton", attention.refuse_triton_sequence, (_op("attention_forward"), _SUFFIX)),
         Backend(
             "triton_float8",
-            "llmtrain.kernels.attention.float8",
+            "attention.float8",
             attention.refuse_triton_float8,
-            ("llmtrain.attention_float8_forward.default",),
+            (_op("attention_float8_forward"),),
             named_only=True,
         ),
         # Third-party packages: in no preference, so `auto` does not take them unless the user has measured them here.
-        Backend("flash_attn", "llmtrain.kernels.attention.flash_attn", attention.refuse_flash_attn),
-        Backend("sdpa:flash3", _SDPA, attention.refuse_sdpa_flash3, _sdpa_op("flash_attention"), named_only=True),
-        Backend("sdpa:flash4", _SDPA, attention.refuse_sdpa_flash4, _sdpa_op("flash_attention"), named_only=True),
+        Backend("flash_attn", "attention.flash_attn", attention.refuse_flash_attn),
+        Backend(
+            "sdpa:flash3", "attention.sdpa", attention.refuse_sdpa_flash3, _sdpa_op("flash_attention"), named_only=True
+        ),
+        Backend(
+            "sdpa:flash4", "attention.sdpa", attention.refuse_sdpa_flash4, _sdpa_op("flash_attention"), named_only=True
+        ),
     ),
     "rotary": (
-        Backend("reference", "llmtrain.kernels.rotary.reference"),
-        Backend("triton", "llmtrain.kernels.rotary.triton", rotary.refuse_triton_pairs),
+        Backend("reference", "rotary.reference"),
+        Backend("triton", "rotary.triton", rotary.refuse_triton_pairs),
     ),
     "norm": (
-        Backend("reference", "llmtrain.kernels.norm.reference"),
-        Backend("triton", "llmtrain.kernels.norm.triton", norm.refuse_triton_rows),
+        Backend("reference", "norm.reference"),
+        Backend("triton", "norm.triton", norm.refuse_triton_rows),
     ),
     "ssd": (
-        Backend("reference", "llmtrain.kernels.ssd.reference"),
-        Backend("triton", "llmtrain.kernels.ssd.triton", ssd.refuse_triton_scan),
-        Backend("mamba_ssm", "llmtrain.kernels.ssd.mamba_ssm", ssd.refuse_mamba_ssm),
+        Backend("reference", "ssd.reference"),
+        Backend("triton", "ssd.triton", ssd.refuse_triton_scan),
+        Backend("mamba_ssm", "ssd.mamba_ssm", ssd.refuse_mamba_ssm),
     ),
     "conv1d": (
-        Backend("reference", "llmtrain.kernels.conv1d.reference"),
-        Backend("aten", "llmtrain.kernels.conv1d.aten", conv1d.refuse_aten),
-        Backend("triton", "llmtrain.kernels.conv1d.triton", conv1d.refuse_triton_sequence),
-        Backend("causal_conv1d", "llmtrain.kernels.conv1d.causal_conv1d", conv1d.refuse_causal_conv1d),
+        Backend("reference", "conv1d.reference"),
+        Backend("aten", "conv1d.aten", conv1d.refuse_aten),
+        Backend("triton", "conv1d.triton", conv1d.refuse_triton_sequence),
+        Backend("causal_conv1d", "conv1d.causal_conv1d", conv1d.refuse_causal_conv1d),
     ),
     "gated_norm": (
-        Backend("reference", "llmtrain.kernels.gated_norm.reference"),
-        Backend("triton", "llmtrain.kernels.gated_norm.triton", gated_norm.refuse_triton_rows),
-        Backend("mamba_ssm", "llmtrain.kernels.gated_norm.mamba_ssm", gated_norm.refuse_mamba_ssm),
+        Backend("reference", "gated_norm.reference"),
+        Backend("triton", "gated_norm.triton", gated_norm.refuse_triton_rows),
+        Backend("mamba_ssm", "gated_norm.mamba_ssm", gated_norm.refuse_mamba_ssm),
     ),
     # The three of a Mamba-2 mixer as one, for training.
     "mamba_mixer": (
-        Backend("reference", "llmtrain.kernels.mamba_mixer.reference"),
-        Backend("triton", "llmtrain.kernels.mamba_mixer.triton", mamba_mixer.refuse_triton),
+        Backend("reference", "mamba_mixer.reference"),
+        Backend("triton", "mamba_mixer.triton", mamba_mixer.refuse_triton),
     ),
     "gated_delta": (
-        Backend("reference", "llmtrain.kernels.gated_delta.reference"),
-        Backend(
-            "triton",
-            "llmtrain.kernels.gated_delta.triton",
-            gated_delta.refuse_triton_chunks,
-            ("llmtrain.gated_delta_forward.default",),
-        ),
-        Backend(
-            "fla",
-            "llmtrain.kernels.gated_delta.fla",
-            gated_delta.refuse_fla,
-            ("llmtrain.fla_gated_delta_forward.default",),
-        ),
+        Backend("reference", "gated_delta.reference"),
+        Backend("triton", "gated_delta.triton", gated_delta.refuse_triton_chunks, (_op("gated_delta_forward"),)),
+        Backend("fla", "gated_delta.fla", gated_delta.refuse_fla, (_op("fla_gated_delta_forward"),)),
     ),
     "kimi_delta": (
-        Backend("reference", "llmtrain.kernels.kimi_delta.reference"),
-        Backend(
-            "triton",
-            "llmtrain.kernels.kimi_delta.triton",
-            kimi_delta.refuse_triton_chunks,
-            ("llmtrain.kimi_delta_forward.default",),
-        ),
-        Backend(
-            "fla",
-            "llmtrain.kernels.kimi_delta.fla",
-            kimi_delta.refuse_fla,
-            ("llmtrain.fla_kimi_delta_forward.default",),
-        ),
+        Backend("reference", "kimi_delta.reference"),
+        Backend("triton", "kimi_delta.triton", kimi_delta.refuse_triton_chunks, (_op("kimi_delta_forward"),)),
+        Backend("fla", "kimi_delta.fla", kimi_delta.refuse_fla, (_op("fla_kimi_delta_forward"),)),
     ),
     "mamba3": (
-        Backend("reference", "llmtrain.kernels.mamba3.reference"),
-        Backend(
-            "triton",
-            "llmtrain.kernels.mamba3.triton",
-            mamba3.refuse_triton_rotations,
-            ("llmtrain.mamba3_forward.default",),
-        ),
+        Backend("reference", "mamba3.reference"),
+        Backend("triton", "mamba3.triton", mamba3.refuse_triton_rotations, (_op("mamba3_forward"),)),
     ),
     "experts": (
-        Backend("reference", "llmtrain.kernels.experts.reference"),
-        Backend("grouped_mm", "llmtrain.kernels.experts.grouped_mm", experts.refuse_grouped_mm),
-        Backend(
-            "triton",
-            "llmtrain.kernels.experts.triton",
-            experts.refuse_triton_rows,
-            ("llmtrain.experts_forward.default",),
-        ),
+        Backend("reference", "experts.reference"),
+        Backend("grouped_mm", "experts.grouped_mm", experts.refuse_grouped_mm),
+        Backend("triton", "experts.triton", experts.refuse_triton_rows, (_op("experts_forward"),)),
     ),
     # One new token per row, for decoding from a cache.
     "attention_step": (
-        Backend("reference", "llmtrain.kernels.attention.step"),
-        Backend("triton", "llmtrain.kernels.attention.step_triton", attention.refuse_triton_step),
+        Backend("reference", "attention.step"),
+        Backend("triton", "attention.step_triton", attention.refuse_triton_step),
     ),
     "ssd_step": (
-        Backend("reference", "llmtrain.kernels.ssd.step"),
-        Backend("triton", "llmtrain.kernels.ssd.step_triton", _refuse_triton_step),
+        Backend("reference", "ssd.step"),
+        Backend("triton", "ssd.step_triton", _refuse_triton_step),
     ),
     "conv1d_step": (
-        Backend("reference", "llmtrain.kernels.conv1d.step"),
-        Backend("triton", "llmtrain.kernels.conv1d.step_triton", _refuse_triton_step),
+        Backend("reference", "conv1d.step"),
+        Backend("triton", "conv1d.step_triton", _refuse_triton_step),
     ),
     "mamba3_step": (
-        Backend("reference", "llmtrain.kernels.mamba3.step"),
-        Backend("triton", "llmtrain.kernels.mamba3.step_triton", _refuse_triton_step),
+        Backend("reference", "mamba3.step"),
+        Backend("triton", "mamba3.step_triton", _refuse_triton_step),
     ),
 }
 _PREFERENCE: dict[str, Callable[[Spec, Platform], tuple[str, ...]]] = {

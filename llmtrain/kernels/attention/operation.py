@@ -12,7 +12,6 @@ from llmtrain.errors import UserError
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.operation import DOCUMENT, Draw, Function, Operation, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -158,11 +157,6 @@ class Attention(Operation):
         if self.full(shape):
             return "only causal attention is checked, so only that is tuned"
         return super().refusal(shape)
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.attention.search import AttentionSearch
-
-        return AttentionSearch(self, shape, device, where)
 
     def full(self, shape: Shape) -> bool:
         """True without causality."""

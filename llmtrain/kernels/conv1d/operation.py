@@ -8,7 +8,6 @@ from torch import Tensor
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.operation import DOCUMENT, Draw, Function, Operation, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 
 class Conv1d(Operation):
@@ -53,11 +52,6 @@ class Conv1d(Operation):
     ) -> Shape:  # fmt: skip
         spec = Conv1dSpec(channels, width, dtype, bool(packed))
         return Shape(spec, max(1, tokens // seq_len), seq_len, None, (("document", document),))
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.conv1d.search import Conv1dSearch
-
-        return Conv1dSearch(self, shape, device, where)
 
 
 OPERATION = Conv1d()

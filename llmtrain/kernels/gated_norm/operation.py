@@ -8,7 +8,6 @@ from torch import Tensor
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.gated_norm.spec import GatedNormSpec
 from llmtrain.kernels.operation import Draw, Operation, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 
 class GatedNorm(Operation):
@@ -47,11 +46,6 @@ class GatedNorm(Operation):
         tokens: int = base.TOKENS,
     ) -> Shape:  # fmt: skip
         return Shape(GatedNormSpec(group_size * groups, groups, 1e-5, bool(norm_first), dtype), 1, tokens)
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.gated_norm.search import GatedNormSearch
-
-        return GatedNormSearch(self, shape, device, where)
 
 
 OPERATION = GatedNorm()

@@ -10,7 +10,6 @@ from llmtrain.kernels import operation as base
 from llmtrain.kernels.gated_delta.operation import GatedDelta
 from llmtrain.kernels.kimi_delta.spec import KimiDeltaSpec
 from llmtrain.kernels.operation import Draw, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 
 class KimiDelta(GatedDelta):
@@ -51,11 +50,6 @@ class KimiDelta(GatedDelta):
 
     def of_model(self, spec: KimiDeltaSpec, batch: int, seq_len: int, documents: bool) -> Shape:
         return Shape(spec, batch, seq_len, None, (("packed", documents),))
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.kimi_delta.search import KimiDeltaSearch
-
-        return KimiDeltaSearch(self, shape, device, where)
 
 
 OPERATION = KimiDelta()

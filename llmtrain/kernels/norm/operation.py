@@ -9,7 +9,6 @@ from torch import Tensor
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.norm.spec import NormSpec
 from llmtrain.kernels.operation import Draw, Operation, Shape, Work
-from llmtrain.kernels.platform import Platform
 
 
 class Norm(Operation):
@@ -53,11 +52,6 @@ class Norm(Operation):
     ) -> Shape:  # fmt: skip
         spec = NormSpec(dim, "layernorm" if centred else "rmsnorm", bool(biased), 1e-5, dtype)
         return Shape(spec, 1, tokens, None, (("summed", bool(summed)),))
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.norm.search import NormSearch
-
-        return NormSearch(self, shape, device, where)
 
 
 OPERATION = Norm()

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.operation import Draw, Function, Operation, Shape, Work
-from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.rotary.spec import RotarySpec
 
 
@@ -83,11 +82,6 @@ class Rotary(Operation):
         if shape.spec.head_dim % 2:
             return f"rotary positions turn channels in pairs: head_dim must be even, not {shape.spec.head_dim}"
         return None
-
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.rotary.search import RotarySearch
-
-        return RotarySearch(self, shape, device, where)
 
 
 OPERATION = Rotary()

@@ -98,10 +98,5 @@ class SSD(BySequence):
             return f"heads must be a multiple of groups, and {heads} is no multiple of {groups}"
         return super().refusal(shape)
 
-    def search(self, shape: Shape, device: str, where: Platform) -> Any:
-        from llmtrain.kernels.ssd.search import SSDSearch
-
-        return SSDSearch(self, shape, device, where)
-
 
 OPERATION = SSD()

@@ -16,8 +16,6 @@ from llmtrain.models.sections.dense import MLPSection
 
 class Apertus(Decoder):
     kind = ApertusConfig
-    architecture = "ApertusForCausalLM"
-    model_type = "apertus"
     block = {"qk_norm": "head"}
     gated = False
     norms = {"norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}

@@ -14,8 +14,6 @@ class Bamba(HybridDecoder):
     """Not read besides: z_loss_coefficient, of training."""
 
     kind = BambaConfig
-    architecture = "BambaForCausalLM"
-    model_type = "bamba"
     partial_rotary = True
     final_norm = "model.final_layernorm"
     norms = {"norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}

@@ -25,8 +25,8 @@ class Decoder:
 
     kind: ClassVar[type[PreTrainedConfig]]
     """The class of config.json."""
-    architecture: str
-    model_type: str
+    architecture = ""
+    """The class of the model, where its name does not follow from that of `kind`."""
     has_layer_types: ClassVar[bool] = False
     """The class takes the kind of each layer from layer_types; otherwise all have the window, if there is one."""
     layer_kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
@@ -63,6 +63,10 @@ class Decoder:
     mlp: ClassVar[str] = "mlp"
     mlp_in: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     mlp_out: ClassVar[str] = "down_proj"
+
+    def __init__(self) -> None:
+        self.model_type = self.kind.model_type
+        self.architecture = self.architecture or self.kind.__name__.replace("Config", "ForCausalLM")
 
     def read_config(self, published: Mapping[str, Any]) -> dict[str, Any]:
         config = settings.parse(self.kind, published)

@@ -20,8 +20,6 @@ class DeepseekV2(ExpertsBehindDense, LatentLayers):
     token's experts to groups."""
 
     kind = DeepseekV2Config
-    architecture = "DeepseekV2ForCausalLM"
-    model_type = "deepseek_v2"
     router = {"type": "softmax", "renormalize": False}
     router_fields = {"routed_scaling_factor": "scale"}
 

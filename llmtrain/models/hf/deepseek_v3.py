@@ -12,8 +12,6 @@ class DeepseekV3(ExpertsBehindDense, LatentLayers):
     """Not read, because the class computes without them: layers that predict further tokens (num_nextn_predict_layers)."""
 
     kind = DeepseekV3Config
-    architecture = "DeepseekV3ForCausalLM"
-    model_type = "deepseek_v3"
     router = BIASED_SIGMOID
     router_fields = SIGMOID_FIELDS
 

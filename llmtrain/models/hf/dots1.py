@@ -13,8 +13,6 @@ from llmtrain.models.hf.experts import BIASED_SIGMOID, SIGMOID_FIELDS, ExpertsBe
 
 class Dots1(ExpertsBehindDense):
     kind = Dots1Config
-    architecture = "Dots1ForCausalLM"
-    model_type = "dots1"
     block = {"qk_norm": "head"}
     has_layer_types = True
     router = BIASED_SIGMOID

@@ -14,8 +14,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class Ernie45(Decoder):
     kind = Ernie4_5Config
-    architecture = "Ernie4_5ForCausalLM"
-    model_type = "ernie4_5"
     in_pairs = True
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:

@@ -20,8 +20,6 @@ class FalconH1(HybridDecoder):
     """key_multiplier is part of softmax_scale, as scores are all that keys are for."""
 
     kind = FalconH1Config
-    architecture = "FalconH1ForCausalLM"
-    model_type = "falcon_h1"
     final_norm = "model.final_layernorm"
     norms = {"norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
     mlp = "feed_forward"

@@ -12,8 +12,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class Gemma2(Decoder):
     kind = Gemma2Config
-    architecture = "Gemma2ForCausalLM"
-    model_type = "gemma2"
     has_layer_types = True
     activation = "hidden_activation"
     norm = {"type": "rmsnorm", "zero_centered": True, "place": "both"}

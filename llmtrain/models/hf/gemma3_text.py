@@ -14,7 +14,6 @@ from llmtrain.models.hf.settings import Refusals
 class Gemma3Text(Gemma2):
     kind = Gemma3TextConfig
     architecture = "Gemma3ForCausalLM"
-    model_type = "gemma3_text"
     block = {"qk_norm": "head"}
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Glm(Decoder):
     kind = GlmConfig
-    architecture = "GlmForCausalLM"
-    model_type = "glm"
     block = {"out_bias": False}
     partial_rotary = True
     default_fraction = 0.5

@@ -10,8 +10,6 @@ from llmtrain.models.hf.glm import Glm
 
 class Glm4(Glm):
     kind = Glm4Config
-    architecture = "Glm4ForCausalLM"
-    model_type = "glm4"
     norm = {"type": "rmsnorm", "place": "both"}
     norms = {
         "norm": "input_layernorm",

@@ -16,8 +16,6 @@ class Glm4Moe(ExpertsBehindDense):
     """Not read, because the class computes without them: layers that predict further tokens (num_nextn_predict_layers)."""
 
     kind = Glm4MoeConfig
-    architecture = "Glm4MoeForCausalLM"
-    model_type = "glm4_moe"
     partial_rotary = True
     default_fraction = 0.5
     router = BIASED_SIGMOID

@@ -14,8 +14,6 @@ class GPTNeoX(Decoder):
     """model.dropout is hidden_dropout."""
 
     kind = GPTNeoXConfig
-    architecture = "GPTNeoXForCausalLM"
-    model_type = "gpt_neox"
     eps = "layer_norm_eps"
     gated = False
     partial_rotary = True

@@ -18,8 +18,6 @@ class GptOss(ExpertLayers):
     """Not read, because without effect on the outputs: hidden_act."""
 
     kind = GptOssConfig
-    architecture = "GptOssForCausalLM"
-    model_type = "gpt_oss"
     has_layer_types = True
     block = {"sinks": True}
     number = "num_local_experts"

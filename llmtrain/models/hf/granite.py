@@ -11,8 +11,6 @@ from llmtrain.models.hf.settings import Refusals, inverse
 
 class Granite(Decoder):
     kind = GraniteConfig
-    architecture = "GraniteForCausalLM"
-    model_type = "granite"
 
     def read_model(self, config: Any, refusals: Refusals) -> dict[str, Any]:
         return read_multipliers(config, refusals)

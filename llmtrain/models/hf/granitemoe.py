@@ -25,8 +25,6 @@ class StackedExperts(ExpertLayers):
 
 class GraniteMoe(StackedExperts, Granite):
     kind = GraniteMoeConfig
-    architecture = "GraniteMoeForCausalLM"
-    model_type = "granitemoe"
 
 
 FAMILY: Any = GraniteMoe()

@@ -25,8 +25,6 @@ class GraniteMoeHybrid(StackedExperts, HybridDecoder):
     shared_width = "shared_intermediate_size"
     shared = "shared_mlp"
     kind = GraniteMoeHybridConfig
-    architecture = "GraniteMoeHybridForCausalLM"
-    model_type = "granitemoehybrid"
     positions = ("none", "rotary")
     mlp = "shared_mlp"
     mlp_in = ("input_linear",)

@@ -12,8 +12,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class Helium(Decoder):
     kind = HeliumConfig
-    architecture = "HeliumForCausalLM"
-    model_type = "helium"
     in_pairs = True
     block = {"out_bias": False}
 

@@ -96,8 +96,6 @@ class KimiLinear(ExpertLayers, KimiLayers):
 
     dense = True
     kind = KimiLinearConfig
-    architecture = "KimiLinearForCausalLM"
-    model_type = "kimi_linear"
     number = "num_local_experts"
     shared_width = "n_shared_experts"
     router = BIASED_SIGMOID

@@ -9,8 +9,6 @@ class Llama(Decoder):
     """Not read besides: pretraining_tp, a split of matrix products."""
 
     kind = LlamaConfig
-    architecture = "LlamaForCausalLM"
-    model_type = "llama"
 
 
 FAMILY = Llama()

@@ -7,8 +7,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Ministral(Decoder):
     kind = MinistralConfig
-    architecture = "MinistralForCausalLM"
-    model_type = "ministral"
     has_layer_types = True
 
 

@@ -7,8 +7,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Mistral(Decoder):
     kind = MistralConfig
-    architecture = "MistralForCausalLM"
-    model_type = "mistral"
 
 
 FAMILY = Mistral()

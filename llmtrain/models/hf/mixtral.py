@@ -14,8 +14,6 @@ class Mixtral(ExpertLayers, Mistral):
     """router_jitter_noise is read as our jitter: of the router's input alone, where the class has it in the experts' too."""
 
     kind = MixtralConfig
-    architecture = "MixtralForCausalLM"
-    model_type = "mixtral"
     number = "num_local_experts"
     width = "intermediate_size"
     router_fields = {"router_jitter_noise": "jitter"}

@@ -7,8 +7,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Olmo2(Decoder):
     kind = Olmo2Config
-    architecture = "Olmo2ForCausalLM"
-    model_type = "olmo2"
     block = {"qk_norm": "full"}
     norm = {"type": "rmsnorm", "place": "after"}
     norms = {"norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}

@@ -11,8 +11,6 @@ from llmtrain.models.hf.olmo2 import Olmo2
 
 class Olmo3(Olmo2):
     kind = Olmo3Config
-    architecture = "Olmo3ForCausalLM"
-    model_type = "olmo3"
     has_layer_types = True
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:

@@ -30,8 +30,6 @@ class OlmoHybrid(GatedDeltaNetDecoder):
     """
 
     kind = OlmoHybridConfig
-    architecture = "OlmoHybridForCausalLM"
-    model_type = "olmo_hybrid"
     positions = ("rotary", "none")
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:

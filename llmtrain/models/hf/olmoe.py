@@ -12,8 +12,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class Olmoe(ExpertLayers):
     kind = OlmoeConfig
-    architecture = "OlmoeForCausalLM"
-    model_type = "olmoe"
     width = "intermediate_size"
     block = {"qk_norm": "full"}
     router_fields = {"norm_topk_prob": "renormalize"}

@@ -12,8 +12,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Phi3(Decoder):
     kind = Phi3Config
-    architecture = "Phi3ForCausalLM"
-    model_type = "phi3"
     partial_rotary = True
     qkv = ("qkv_proj",)
     mlp_in = ("gate_up_proj",)

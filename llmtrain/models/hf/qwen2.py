@@ -11,8 +11,6 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Qwen2(Decoder):
     kind = Qwen2Config
-    architecture = "Qwen2ForCausalLM"
-    model_type = "qwen2"
     block = {"qkv_bias": True, "out_bias": False}
     has_layer_types = True
 

@@ -7,8 +7,6 @@ from llmtrain.models.hf.qwen2 import Qwen2
 
 class Qwen3(Qwen2):
     kind = Qwen3Config
-    architecture = "Qwen3ForCausalLM"
-    model_type = "qwen3"
     block = {"qk_norm": "head"}
 
 

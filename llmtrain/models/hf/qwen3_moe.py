@@ -28,8 +28,6 @@ class SparseSteps(ExpertLayers):
 
 class Qwen3Moe(SparseSteps):
     kind = Qwen3MoeConfig
-    architecture = "Qwen3MoeForCausalLM"
-    model_type = "qwen3_moe"
     block = {"qk_norm": "head"}
 
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:

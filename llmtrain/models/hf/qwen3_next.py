@@ -20,8 +20,6 @@ class Qwen3Next(SparseSteps, GatedDeltaNetDecoder):
     shared = "mlp.shared_expert"
     shared_gate = "shared_expert_gate"
     kind = Qwen3NextConfig
-    architecture = "Qwen3NextForCausalLM"
-    model_type = "qwen3_next"
     norm = {"type": "rmsnorm", "zero_centered": True}
     partial_rotary = True
     block = {"qk_norm": "head", "output_gate": True}

@@ -13,8 +13,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class SeedOss(Decoder):
     kind = SeedOssConfig
-    architecture = "SeedOssForCausalLM"
-    model_type = "seed_oss"
 
     def read_block(self, config: Any, layer_type: str, refusals: Refusals) -> dict[str, Any]:
         biases = {"qkv_bias": config.attention_bias, "out_bias": config.attention_out_bias}

@@ -19,8 +19,6 @@ class SmolLM3(Decoder):
     no_rope_layer_interval."""
 
     kind = SmolLM3Config
-    architecture = "SmolLM3ForCausalLM"
-    model_type = "smollm3"
     has_layer_types = True
     positions = ("rotary", "none")
 

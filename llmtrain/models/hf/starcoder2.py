@@ -11,8 +11,6 @@ from llmtrain.models.hf.settings import Refusals
 
 class Starcoder2(Decoder):
     kind = Starcoder2Config
-    architecture = "Starcoder2ForCausalLM"
-    model_type = "starcoder2"
     eps = "norm_epsilon"
     gated = False
     norm = {"type": "layernorm", "bias": True}

@@ -38,8 +38,6 @@ class Zaya(ExpertLayers):
     """
 
     kind = ZayaConfig
-    architecture = "ZayaForCausalLM"
-    model_type = "zaya"
     has_layer_types = True
     router = {"renormalize": False, "choice_bias": True, "bias_rate": 0.001, "skip": True}
     aux_loss = None

@@ -97,7 +97,7 @@ def test_doctor_and_bench_take_a_new_operation_from_its_own_file_and_the_registr
     folder = "llmtrain.kernels.scale"
     monkeypatch.setitem(sys.modules, f"{folder}.reference", SimpleNamespace(build=build))
     monkeypatch.setitem(sys.modules, f"{folder}.operation", SimpleNamespace(OPERATION=Scale()))
-    backends = tuple(registry.Backend(name, f"{folder}.reference") for name in ("reference", "ours:wrong"))
+    backends = tuple(registry.Backend(name, "scale.reference") for name in ("reference", "ours:wrong"))
     monkeypatch.setitem(registry._BACKENDS, "scale", backends)
     monkeypatch.setitem(registry._PREFERENCE, "scale", lambda spec, platform: ("reference",))
     monkeypatch.setattr(base, "NAMES", ("scale",))
