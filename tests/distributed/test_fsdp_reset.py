@@ -46,7 +46,7 @@ def test_the_next_pass_has_its_own_gradients(ranks, shards, tmp_path, size, stra
     config = tiny_config(shards, tmp_path, changes)
     expected = ranks(size).run(gradients, config, None, sync)
     for where in ("forward", "backward"):
-        found = ranks(size).run(gradients, config, where, sync, timeout=60)
+        found = ranks(size).run(gradients, config, where, sync)
         for mine, reference in zip(found, expected, strict=True):
             assert len(mine) == len(reference) > 10
             torch.testing.assert_close(mine, reference, rtol=0, atol=0)

@@ -95,6 +95,6 @@ def test_where_one_rank_alone_runs_out_of_memory_the_others_do_not_wait_for_it(
             "train.microbatch_size": "auto",
         },
     )
-    for found, tried in ranks(2).run(with_fake_memory, config, 2, poor, in_backward, timeout=60):
+    for found, tried in ranks(2).run(with_fake_memory, config, 2, poor, in_backward):
         assert tried[:4] == [4, 2, 2, 2] and set(tried[4:]) == {2}
         assert list(found.losses) == [*range(1, 6)]

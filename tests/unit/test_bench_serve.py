@@ -65,7 +65,7 @@ def address() -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(300)
     yield found[0]
     done.set()
     thread.join(30)

@@ -116,7 +116,7 @@ convergence.main(["one=yamls/bench/zamba2-105m.yaml", "other=yamls/bench/zamba2-
             break
     time.sleep(0.3)
     process.terminate()
-    assert process.wait(20) == 143
+    assert process.wait(100) == 143
     assert list(json.loads((tmp_path / "convergence.json").read_text())["models"]) == ["one"]
 
 

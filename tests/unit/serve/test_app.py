@@ -265,7 +265,7 @@ def test_a_model_without_a_template_refuses_chats_alone():
 
 
 async def idle(server) -> None:
-    for _ in range(500):
+    for _ in range(5000):
         if not server.worker.engine.busy and not server.answering:
             return
         await asyncio.sleep(0.02)
@@ -278,9 +278,11 @@ def test_a_client_that_goes_away_frees_its_row(stream):
     long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
 
     async def use(client):
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(post(client, "completions", long), 0.5)
-        await asyncio.wait_for(idle(server), 10)
+        asked = asyncio.create_task(post(client, "completions", long))
+        while not server.worker.engine.live:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await idle(server)
         return await post(client, "completions", {"prompt": "a", "max_tokens": 2})
 
     assert talk(server, use)[0] == 200
@@ -288,7 +290,7 @@ def test_a_client_that_goes_away_frees_its_row(stream):
 
 
 def test_too_many_requests_are_refused_and_waiting_has_an_end():
-    options = {"engine": {"rows": 1, "max_len": 4096}, "limits": Limits(waiting=1, wait_seconds=0.3)}
+    options = {"engine": {"rows": 1, "max_len": 4096}, "limits": Limits(waiting=1, wait_seconds=1.0)}
     server = make_server(MODEL, OWN, **options)
     long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 
@@ -297,7 +299,8 @@ def test_too_many_requests_are_refused_and_waiting_has_an_end():
         while not server.worker.engine.live:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(post(client, "completions", {"prompt": "a"}))
-        await asyncio.sleep(0.1)
+        while not server.worker.waiting:
+            await asyncio.sleep(0.01)
         refused = await post(client, "completions", {"prompt": "b"})
         never = await post(client, "completions", {"prompt": "b", "n": 3})
         late = await waiting
@@ -308,7 +311,7 @@ def test_too_many_requests_are_refused_and_waiting_has_an_end():
     refused, never, late = talk(server, use)
     assert refused[0] == 429 and refused[1]["error"]["message"] == "1 requests are waiting; try again later"
     assert never[0] == 400 and "3 answers asked for; at most 2 can wait" in never[1]["error"]["message"]
-    assert late[0] == 503 and "no token came within 0.3 s" in late[1]["error"]["message"]
+    assert late[0] == 503 and "no token came within 1 s" in late[1]["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

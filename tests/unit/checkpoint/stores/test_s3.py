@@ -62,7 +62,7 @@ def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(s3, monkey
         began = time.monotonic()
         with pytest.raises(StoreError, match=r"s3://checkpoints/run: Read timeout .* \(tried several times\)"):
             store.sizes()
-    assert 1.0 < time.monotonic() - began < 20  # a limit of time, not of attempts
+    assert 1.0 < time.monotonic() - began < 100  # a limit of time, not of attempts
     assert "s3://checkpoints/run has not answered for 0 s" in caplog.text
 
 
@@ -110,7 +110,9 @@ def test_a_killed_uploader_goes_on_where_it_was(s3: S3, prefix, tmp_path):
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        time.sleep(0.3)  # what was on the way arrives
+        deadline = time.monotonic() + 100
+        while proxy.received <= nbytes // 2 - PART and time.monotonic() < deadline:  # what was on the way arrives
+            time.sleep(0.01)
         before = proxy.received
         assert nbytes // 2 - PART < before <= nbytes // 2
         assert list_stored(s3.bucket(prefix)) == [] or list_stored(s3.bucket(prefix))[0].partial

@@ -252,7 +252,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_its_loader_at_work(data):
         assert all(worker.is_alive() for worker in workers)
         for worker in workers:
             worker.terminate()
-            worker.join(timeout=20)
+            worker.join(timeout=600)
             assert worker.exitcode == 0
     finally:
         if loader._iterator is not None:

@@ -250,7 +250,7 @@ def test_a_cache_without_room_for_what_is_fetched_ahead_is_slow_and_reads_on(tmp
     one = multiprocessing.get_context("fork").Process(target=job, args=(config, results))
     one.start()
     try:
-        assert results.get(timeout=60) == [list(range(400))]
+        assert results.get(timeout=600) == [list(range(400))]
     finally:
         one.kill()
         one.join()
@@ -268,7 +268,7 @@ def test_two_jobs_share_a_cache_of_a_part_of_the_data(tmp_path, write_shards, da
     for one in jobs:
         one.start()
     try:
-        assert [results.get(timeout=120) for _ in jobs] == [[list(range(800))]] * 2
+        assert [results.get(timeout=600) for _ in jobs] == [[list(range(800))]] * 2
     finally:
         for one in jobs:
             one.join(timeout=10)
@@ -347,7 +347,7 @@ def test_a_shard_that_cannot_be_fetched_ahead_ends_the_run_where_it_is_read(data
 
 
 def wait_for(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not true() and time.monotonic() < deadline:
         time.sleep(0.01)
     return true()
