@@ -71,7 +71,8 @@ class BalanceSection(Section):
     weight: NonNegativeFloat = 0.01
     over: Literal["layer", "model"] = "layer"
     """layer: f sums to 1, and each layer has its own loss, 1 where balanced (arXiv:2101.03961). model: f sums to top_k, f and P are
-    means over all layers, and there is one loss, top_k where balanced (transformers' load_balancing_loss_func)."""
+    means over all layers, and there is one loss, top_k where balanced (transformers' load_balancing_loss_func). It lets a layer
+    send all tokens to a few experts where other layers prefer others: for models that were trained with it."""
     tokens: Literal["microbatch", "step"] = "microbatch"
     """Tokens that f counts: of a rank's microbatch; or of all ranks, with the step's earlier microbatches (arXiv:2501.11873)."""
 
