@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import LossOutput
 from llmtrain.models.segments import ContextParallelRanks
+from llmtrain.models.slices import local_of
 from llmtrain.objectives.base import Batch, Objective, compute_loss, without_gradient
 from llmtrain.schema.training import Sharding
 from llmtrain.train.batches import microbatches
 from llmtrain.train.graphs.cuda_graphs import GraphedLoss
+from llmtrain.train.graphs.persistent_weights import group_of
 
 Part = dict[str, Any]
 """A microbatch in host memory (batches.py)."""
@@ -48,7 +50,8 @@ class GradientSync:
     a microbatch begins last, of the first layers and the embedding, go on beside the next one's forward pass.
 
     sharding: without `auto`. sync_every_microbatch: null decides by the sharding groups: with one rank in each, nothing is
-    saved by reducing after every microbatch.
+    saved by reducing after every microbatch. alone: no rank shares anything with others. Then the sums of gradients become those of
+    the parameters once all passes are done (`finish`), where FSDP2 would copy them twice in the last one.
     """
 
     def __init__(self, model: CausalLM, sharding: Sharding):
@@ -60,6 +63,9 @@ class GradientSync:
             every_microbatch = trained.device_mesh.size(-1) > 1  # type: ignore[attr-defined]
         self.every_microbatch = every_microbatch
         self.all_stays = sharding.strategy == "grad_op" or not every_microbatch
+        groups = [group_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        self.groups = list({id(group): group for group in groups if group is not None}.values())
+        self.alone = not every_microbatch and all(map(_alone, self.groups))
 
     def mark(self, last: bool) -> None:
         """Called before each microbatch's forward pass."""
@@ -70,6 +76,39 @@ class GradientSync:
         self.model.set_reshard_after_backward(last, recurse=self.all_stays)
         if isinstance(head := self.model.hybrid.head, FSDPModule):
             head.set_reshard_after_backward(last)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Hand the sums of a step over to the parameters, reduced over the ranks that share them, where no backward pass was marked
+        as the last one. Not where gradients are reduced every microbatch."""
+        assert not self.every_microbatch
+        self.mark(True)
+        for group in filter(_alone, self.groups):
+            for one in group.fsdp_params:
+                _hand_over(one)
+        # FSDP2 reduces what is left at the end of a backward pass, for which it has no public name.
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _alone(group: Any) -> bool:
+    """Parameters that FSDP2 gathers together are of one rank, whose gradients it would take as they are."""
+    return group.gradient_divide_factor is None and all(
+        one.sharded_param.device_mesh.size() == 1 for one in group.fsdp_params
+    )
+
+
+def _hand_over(one: Any) -> None:
+    """Have a parameter's sum, which FSDP2 keeps in the format of reductions, as its gradient, in the same memory where the formats
+    are the same."""
+    total, whole = one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", None)
+    if total is None and (whole is None or (total := whole.grad) is None):
+        return
+    whole.grad = one.unsharded_accumulated_grad = None
+    gradient = one.to_sharded_dtensor(local_of(total).to(one.sharded_param.dtype).contiguous())
+    if one.sharded_param.grad is None:
+        one.sharded_param.grad = gradient
+    else:
+        one.sharded_param.grad += gradient
 
 
 class Arrivals:
@@ -155,14 +194,19 @@ class Step:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""
         losses: dict[str, Tensor] = {}
         marks = self.graphs is None or not self.graphs.microbatches
+        apart = (
+            marks and self.sync.alone and len(parts) > 1
+        )  # of one, FSDP2 frees weights in the pass that makes gradients
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             if marks:
-                self.sync.mark(last)
+                self.sync.mark(last and not apart)
             found = self._microbatch(to_device(part, self.model.device), part["n_labels"] / mean, observe)
             if last and self.graphs is not None:
                 self.graphs.hand_over()
             losses = {name: losses[name] + loss if losses else loss for name, loss in found.items()}
+        if apart:
+            self.sync.finish()
         return losses
 
     def _add_step_sums(self, parts: list[Part]) -> None:

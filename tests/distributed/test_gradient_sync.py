@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmtrain.distributed.world import gloo_group
 from llmtrain.kernels import accumulate
+from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train.graphs.persistent_weights import sum_by_our_kernel
-from llmtrain.train.step import GradientSync
+from llmtrain.train.step import GradientSync, Step
 from tests.support import sharded
 from tests.support.tiny import tiny_config
 
@@ -88,3 +90,43 @@ def test_sums_by_our_kernel_are_those_of_fsdp2(ranks, shards, tmp_path, tensor):
         assert none == 0
         assert calls >= (MICROBATCHES - 1) * 10  # for each matrix, at least
         assert all(map(torch.equal, mine, reference))
+
+
+def passes(config: Config, alone: bool) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    """A job: whether all gradients are FSDP2's sums themselves; gradients of one step, and of two. alone: as GradientSync finds."""
+    model: Any = sharded.build_causal_lm(config)[0]
+    model.zero_grad()
+    step = Step(model, NextToken(), 1, GradientSync(model, config.train.sharding), gloo_group())
+    step.sync.alone &= alone
+    ids = torch.arange(MICROBATCHES * 32).reshape(-1, 32) % config.model.vocab_size
+    batch = {"input_ids": ids, "labels": ids, "sample_ids": torch.arange(len(ids)), "text_bytes": torch.zeros(len(ids))}
+    found, sums = [], set[int]()
+    finish = step.sync.finish
+
+    def noted() -> None:
+        for one in (one for group in step.sync.groups for one in group.fsdp_params):
+            total = one.unsharded_accumulated_grad
+            sums.add((one._unsharded_param.grad if total is None else total).data_ptr())
+        finish()
+
+    with mock.patch.object(step.sync, "finish", noted):
+        for _ in range(2):
+            step.forward_backward(batch, lambda *_: None)
+            gradients = [p.grad.to_local() for p in model.parameters()]
+            found.append([gradient.clone() for gradient in gradients])
+            if len(found) == 1:
+                taken = {gradient.data_ptr() for gradient in gradients} == sums
+    return taken, *found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_a_rank_alone_takes_sums_as_its_gradients(ranks, shards, tmp_path, precision):
+    """And adds them to gradients that are there."""
+    config = tiny_config(shards, tmp_path, {"train.precision": precision, "model.layers": "m (s+m) m"})
+    [(taken, once, twice)] = ranks(1).run(passes, config, True)
+    [(copied, *wanted)] = ranks(1).run(passes, config, False)
+    assert taken
+    assert not copied
+    for mine, reference in zip((once, twice), wanted, strict=True):
+        assert all(map(torch.equal, mine, reference))
+    assert not all(map(torch.equal, once, twice))

@@ -2,12 +2,21 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
+from llmtrain.distributed.world import gloo_group
+from llmtrain.objectives.next_token import NextToken
+from llmtrain.schema.config import Config
+from llmtrain.train.pipeline.schedule import PipelineStep
+from llmtrain.train.step import GradientSync
 from tests.distributed.test_context_parallel import (
     ATTENTION,
     MAMBA,
@@ -18,6 +27,7 @@ from tests.distributed.test_context_parallel import (
     assert_exact,
     assert_same_run,
 )
+from tests.support import sharded
 from tests.support.runs import Run, read_tensors, train
 from tests.support.shared_sequences import Case, random_case
 from tests.support.tiny import BLOCKS, tiny_config
@@ -81,6 +91,47 @@ def test_many_random_models_on_random_meshes(ranks, size):
 
 
 EIGHT = SHORT | {"train.microbatch_size": 1}
+
+
+def exchanges(config: Config) -> tuple[int, str]:
+    """A job: layers of this stage, and what a step of six microbatches exchanges, in turn: `g`athers of weights, `r`eductions of
+    gradients, and what goes to other stages or comes from them, `>`."""
+    lm: Any = sharded.build_causal_lm(config)[0]
+    lm.zero_grad()
+    ids = torch.arange(6 * 16).reshape(6, 16) % config.model.vocab_size
+    batch = {"input_ids": ids, "labels": ids, "sample_ids": torch.arange(6), "text_bytes": torch.zeros(6)}
+    step, found = PipelineStep(lm, NextToken(), 1, GradientSync(lm, config.train.sharding), gloo_group()), list[str]()
+
+    def noted(mark: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **rest: found.append(mark) or call(*args, **rest)
+
+    with (
+        patch.object(dist, "all_gather_into_tensor", noted("g", dist.all_gather_into_tensor)),
+        patch.object(dist, "reduce_scatter_tensor", noted("r", dist.reduce_scatter_tensor)),
+        patch.object(schedules, "_batch_p2p", noted(">", schedules._batch_p2p)),
+    ):
+        step.forward_backward(batch, lambda *_: None)
+    return len(lm.hybrid.blocks), "".join(found)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_stages_exchange_weights_and_gradients_once_a_step(ranks, shards, tmp_path, virtual):
+    """And those behind the first sum gradients when those before them have all that they wait for."""
+    parallel = {"pipeline": 2, "virtual_stages": virtual}
+    sharding = {"strategy": "grad_op", "sync_every_microbatch": False}
+    settings = {"train.parallel": parallel, "train.sharding": sharding, "model.layers": "m s+m m s+m"}
+    of_ranks = ranks(4).run(exchanges, tiny_config(shards, tmp_path, EIGHT | settings))
+    for layers, found in of_ranks:  # one group each, and one of what is used throughout
+        assert found.count("g") == found.count("r") == layers + 1
+    layers, last = of_ranks[-1]
+    assert last.endswith(">" + "r" * (layers + 1))
+
+
+def test_stages_of_full_sharding_gather_each_layer_twice_a_microbatch(ranks, shards, tmp_path):
+    settings = {"train.parallel.pipeline": 2, "train.sharding.strategy": "full", "model.layers": "m s+m m s+m"}
+    for layers, found in ranks(4).run(exchanges, tiny_config(shards, tmp_path, EIGHT | settings)):
+        assert found.count("g") == 2 * 6 * layers + 1
+        assert found.count("r") == 6 * (layers + 1)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ class PipelineStep(Step):
         # other microbatches are under way, of which some backward pass needs it.
         layers = set(self.model.hybrid.blocks)
         self.stays = [one for one in self.model.modules() if isinstance(one, FSDPModule) and one not in layers]
+        # Every stage but the first reduces gradients when the last activations' gradients are sent: those before it would wait.
+        self.apart = self.sync.alone or (self.model.stages.rank > 0 and not self.sync.every_microbatch)
 
     def _passes(self, parts: list[Part], mean: float, observe: Observer) -> dict[str, Tensor]:
         model = self.model
@@ -52,6 +54,8 @@ class PipelineStep(Step):
             schedule.step(target=numbers if model.hybrid.ends else None, return_outputs=False, number=numbers)
         except RuntimeError as error:  # torch wraps what a forward pass raises
             raise error.__cause__ or error from None
+        if self.apart:
+            self.sync.finish()
         return self._reported(passes, observe)
 
     def _schedule_of(
@@ -226,5 +230,5 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.step.backward_left -= 1
-        self.step.mark(self.step.backward_left == 0)
+        self.step.mark(self.step.backward_left == 0 and not self.step.apart)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

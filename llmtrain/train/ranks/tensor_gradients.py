@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.models.init import clean_name
-from llmtrain.models.slices import boxes, local_of
+from llmtrain.models.slices import Box, boxes, local_of
 from llmtrain.models.tensor_parallel import TensorRanks, slices_of
 
 
@@ -35,14 +36,21 @@ class SharedGradients:
         """Stages of a pipeline that hold a parameter."""
         return 1
 
+    @cached_property
+    def _parts(self) -> list[tuple[nn.Parameter, list[Box], int]]:
+        """Every parameter, the parts of it that this rank has, which take the host longer to find than a step has, and the stages
+        that have the same."""
+        copies = 1 if self.ranks is None else self.ranks.size
+        return [(one, boxes(one, slices, copies), self.stages_of(one)) for one, slices in self.parameters]
+
     def _held(self) -> Iterator[tuple[Tensor, int, int]]:
         """Every part of a gradient that this rank has, and how many ranks of its tensor-parallel group and how many stages have the
         same."""
-        for parameter, slices in self.parameters:
+        for parameter, parts, stages in self._parts:
             if parameter.grad is not None:
                 local = local_of(parameter.grad)
-                for box in boxes(parameter.grad, slices, copies=1 if self.ranks is None else self.ranks.size):
-                    yield local[box.at], box.copies, self.stages_of(parameter)
+                for box in parts:
+                    yield local[box.at], box.copies, stages
 
     @torch.no_grad()
     def add_up(self) -> None:
