@@ -100,8 +100,10 @@ def _alone(group: Any) -> bool:
 def _hand_over(one: Any) -> None:
     """Have a parameter's sum, which FSDP2 keeps in the format of reductions, as its gradient, in the same memory where the formats
     are the same."""
-    total, whole = one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", None)
-    if total is None and (whole is None or (total := whole.grad) is None):
+    if (whole := getattr(one, "_unsharded_param", None)) is None:  # was never gathered
+        return
+    total = whole.grad if one.unsharded_accumulated_grad is None else one.unsharded_accumulated_grad
+    if total is None:
         return
     whole.grad = one.unsharded_accumulated_grad = None
     gradient = one.to_sharded_dtensor(local_of(total).to(one.sharded_param.dtype).contiguous())
