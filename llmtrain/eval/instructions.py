@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any
 
 from llmtrain.config.report import suggest
 from llmtrain.eval.errors import EvalError, prefixed
 
-Relation = Literal["less than", "at least"]
+_RELATIONS = ("less than", "at least")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,11 @@ def read_instruction(name: Any, arguments: Any) -> Instruction:
     if not isinstance(arguments, Mapping):
         raise EvalError(f"arguments of {name} are {arguments!r}; expected a mapping, which may be empty")
     given = {key: value for key, value in arguments.items() if value is not None}
-    kinds = get_type_hints(_CHECKS[name])
     wanted = [key for key in signature(_CHECKS[name]).parameters if key != "text"]
     for key in wanted:
         if key not in given:
             raise EvalError(f"{name} needs the argument {key}; it has {', '.join(given) or 'none'}")
-        _check_argument(name, key, given[key], kinds[key])
+        _check_argument(name, key, given[key])
     for key in sorted(given.keys() - wanted):
         raise EvalError(f"{name} has no argument {key}; it has {', '.join(wanted) or 'none'}")
     if (
@@ -64,18 +63,18 @@ def read_instruction(name: Any, arguments: Any) -> Instruction:
     return Instruction(name, given)
 
 
-def _check_argument(name: str, key: str, value: Any, kind: Any) -> None:
+def _check_argument(name: str, key: str, value: Any) -> None:
     texts: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-    if kind is int:
-        good, expected = isinstance(value, int) and not isinstance(value, bool) and value > 0, "an integer above 0"
-    elif kind is str:
+    if key in _TEXTS:
         good = isinstance(value, str) and bool(value.strip()) and (key != "letter" or len(value.strip()) == 1)
         expected = "one character" if key == "letter" else "a text"
-    elif kind == list[str]:
+    elif key in _LISTS:
         good = texts is value and len(texts) > 0 and all(isinstance(one, str) and one for one in texts)
         expected = "a list of texts"
+    elif key.endswith("relation"):
+        good, expected = value in _RELATIONS, f"one of {', '.join(_RELATIONS)}"
     else:
-        good, expected = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+        good, expected = isinstance(value, int) and not isinstance(value, bool) and value > 0, "an integer above 0"
     if not good:
         raise EvalError(f"{name}: {key} is {value!r}; expected {expected}")
     if key in ("keyword", "keywords", "forbidden_words", "section_spliter", "postscript_marker"):
@@ -131,38 +130,14 @@ def _sentence_tokenizer() -> Any:
     return importlib.import_module("nltk.tokenize.punkt").PunktTokenizer("english")
 
 
-def _compare(count: int, relation: Relation, threshold: int) -> bool:
+def _compare(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
-
-
-def _has_keywords(text: str, keywords: list[str]) -> bool:
-    return all(re.search(keyword, text, re.IGNORECASE) for keyword in keywords)
-
-
-def _keyword_frequency(text: str, keyword: str, frequency: int, relation: Relation) -> bool:
-    return _compare(len(re.findall(keyword.strip(), text, re.IGNORECASE)), relation, frequency)
-
-
-def _has_no_words(text: str, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden_words)
-
-
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
-    return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
-
-
-def _number_of_sentences(text: str, num_sentences: int, relation: Relation) -> bool:
-    return _compare(len(_sentence_tokenizer().tokenize(text)), relation, num_sentences)
 
 
 def _number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
     """True for paragraphs between `***`, where only the first and the last part may be empty."""
     parts = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(parts[1:-1]) and sum(parts) == num_paragraphs
-
-
-def _number_of_words(text: str, num_words: int, relation: Relation) -> bool:
-    return _compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def _first_word_of_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -177,10 +152,6 @@ def _first_word_of_paragraph(text: str, num_paragraphs: int, nth_paragraph: int,
     return filled == num_paragraphs and "".join(letter.lower() for letter in begin) == first_word.lower()
 
 
-def _number_of_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
-
-
 def _has_postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, marker.lower())
@@ -192,18 +163,10 @@ def _number_of_bullets(text: str, num_bullets: int) -> bool:
     return len(stars) + len(re.findall(r"^\s*-.*$", text, re.MULTILINE)) == num_bullets
 
 
-def _is_constrained(text: str) -> bool:
-    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
-
-
 def _number_of_highlights(text: str, num_highlights: int) -> bool:
     once = [part.strip("*") for part in re.findall(r"\*[^\n\*]*\*", text)]
     twice = re.findall(r"\*\*([^\n\*]*)\*\*", text)
     return sum(bool(part.strip()) for part in [*once, *twice]) >= num_highlights
-
-
-def _number_of_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 
 def _is_json(text: str) -> bool:
@@ -217,39 +180,10 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _has_title(text: str) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
-
-
 def _is_two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     filled = [part for part in parts if part]
     return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
-
-
-def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _ends_with(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def _capital_words(text: str, capital_frequency: int, capital_relation: Relation) -> bool:
-    words = importlib.import_module("nltk").word_tokenize(text)
-    return _compare(sum(word.isupper() for word in words), capital_relation, capital_frequency)
-
-
-def _is_capital_english(text: str) -> bool:
-    return text.isupper() and _is_language(text, "en")
-
-
-def _is_lowercase_english(text: str) -> bool:
-    return text.islower() and _is_language(text, "en")
-
-
-def _has_no_comma(text: str) -> bool:
-    return "," not in text
 
 
 def _is_quoted(text: str) -> bool:
@@ -258,31 +192,62 @@ def _is_quoted(text: str) -> bool:
 
 
 _CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _has_no_words,
-    "keywords:letter_frequency": _letter_frequency,
+    "keywords:existence": lambda text, keywords: all(re.search(one, text, re.IGNORECASE) for one in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        len(re.findall(keyword.strip(), text, re.IGNORECASE)), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
     "language:response_language": _is_language,
-    "length_constraints:number_sentences": _number_of_sentences,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _compare(
+        len(_sentence_tokenizer().tokenize(text)), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": _number_of_paragraphs,
-    "length_constraints:number_words": _number_of_words,
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
-    "detectable_content:number_placeholders": _number_of_placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": _has_postscript,
     "detectable_format:number_bullet_lists": _number_of_bullets,
-    "detectable_format:constrained_response": _is_constrained,
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+    ),
     "detectable_format:number_highlighted_sections": _number_of_highlights,
-    "detectable_format:multiple_sections": _number_of_sections,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
+    ),
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": _has_title,
+    "detectable_format:title": lambda text: any(
+        title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text)
+    ),
     "combination:two_responses": _is_two_responses,
-    "combination:repeat_prompt": _repeats_prompt,
-    "startend:end_checker": _ends_with,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": _is_quoted,
-    "change_case:capital_word_frequency": _capital_words,
-    "change_case:english_capital": _is_capital_english,
-    "change_case:english_lowercase": _is_lowercase_english,
-    "punctuation:no_comma": _has_no_comma,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
+        sum(word.isupper() for word in importlib.import_module("nltk").word_tokenize(text)),
+        capital_relation,
+        capital_frequency,
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and _is_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and _is_language(text, "en"),
+    "punctuation:no_comma": lambda text: "," not in text,
 }
+"""Does a text follow an instruction? By the text and the instruction's arguments, under IFEval's names."""
+_LISTS = {"keywords", "forbidden_words"}
+_TEXTS = {"keyword", "letter", "language", "first_word", "postscript_marker", "section_spliter"}
+_TEXTS |= {"prompt_to_repeat", "end_phrase"}
+"""Arguments that are lists of texts, and texts; those that end in `relation` are of _RELATIONS, all others numbers."""
 _DETECTS_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
 _TOKENIZES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
