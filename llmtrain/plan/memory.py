@@ -190,7 +190,7 @@ class _Layers:
 def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _Layers) -> Memory:
     train = config.train
     shards = max(shard_ranks(config, world_size) // train.parallel.tensor, 1)
-    width = 2 if train.precision == "amp_bf16" else 4
+    width = train.width
     once_a_step = train.sharding.sync_every_microbatch is False
     whole = train.sharding.strategy == "grad_op" or shards == 1 or once_a_step
     # On one rank frozen weights are read where they are (train/parallel.py).
@@ -250,7 +250,7 @@ def gathered_bytes(config: Config) -> float:
     model, context = config.model, config.train.parallel.context
     if context == 1:
         return 0.0
-    width = 2 if config.train.precision == "amp_bf16" else 4
+    width = config.train.width
     used = [name for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
     of_sequence = sum(
         model.blocks[name].gathered_bytes(model.d_model, width, config.data.seq_len, context) for name in used
@@ -262,7 +262,7 @@ def exchanged_bytes(config: Config) -> float:
     """Bytes that a rank receives of one microbatch, in a forward pass, from those that share its layers: each mixer and each MLP
     gathers its inputs and hands on sums, as the embedding and the head do once. Of an average stage."""
     model, parallel = config.model, config.train.parallel
-    width = 2 if config.train.precision == "amp_bf16" else 4
+    width = config.train.width
     tokens = config.train.least_microbatch * config.data.seq_len / parallel.context
     used = [model.blocks[name] for layer in model.layer_list() for name in (layer.block, layer.shared) if name]
     d_model = model.d_model
@@ -274,7 +274,7 @@ def stage_bytes(config: Config) -> float:
     """Bytes that a stage hands to the next of one microbatch: hidden states, the embeddings where shared blocks read them, and what
     layers hand on beside them."""
     model, train = config.model, config.train
-    width, streams = 2 if train.precision == "amp_bf16" else 4, 1 + any(layer.shared for layer in model.layer_list())
+    width, streams = train.width, 1 + any(layer.shared for layer in model.layer_list())
     channels = streams * model.d_model + model.carried_width
     return channels * width * train.least_microbatch * config.data.seq_len / train.parallel.of_stage
 
@@ -283,7 +283,7 @@ def routed_bytes(config: Config) -> float:
     """Bytes that a rank receives of one microbatch, in a forward pass, from those that divide the experts with it: the rows of a
     balanced router, and as many outputs."""
     model, parallel = config.model, config.train.parallel
-    width = 2 if config.train.precision == "amp_bf16" else 4
+    width = config.train.width
     tokens = config.train.least_microbatch * config.data.seq_len / parallel.of_stage
     experts, layers = model.experts(), [layer.block for layer in model.layer_list()]
     channels = sum(experts[name].top_k * (experts[name].latent or model.d_model) for name in layers if name in experts)
@@ -359,7 +359,7 @@ def host_bytes(config: Config) -> int:
     train, layers = config.train, len(config.model.layer_list())
     if not train.activation_checkpointing.offload:
         return 0
-    width = 2 if train.precision == "amp_bf16" else 4
+    width = train.width
     tokens = config.data.seq_len // train.parallel.of_stage * train.least_microbatch
     return width * config.model.d_model * tokens * sum(map(train.activation_checkpointing.recomputes, range(layers)))
 

@@ -183,7 +183,7 @@ def exchanged_seconds(config: Config, sizes: ParameterSizes, place: Cluster, gpu
     microbatches = config.grad_accum(gpus)
     once = train.sharding.sync_every_microbatch is False
     total = sizes.total - sizes.elsewhere
-    weights = (2 if train.precision == "amp_bf16" else 4) * total
+    weights = train.width * total
     if train.float8 is not None and train.float8.gathers:
         weights -= (weights // total - 1) * sizes.float8
     summed = 2 if train.sharding.reduce_dtype == "bf16" else 4

@@ -280,6 +280,11 @@ class TrainConfig(Section):
         """The format in which layers compute."""
         return "bfloat16" if self.precision == "amp_bf16" else "float32"
 
+    @property
+    def width(self) -> int:
+        """Bytes of a number in this format."""
+        return 2 if self.precision == "amp_bf16" else 4
+
     def problems(self) -> Iterator[Problem]:
         if self.float8 is not None and self.precision != "amp_bf16":
             yield self.problem_at("precision", "must be amp_bf16 for train.float8")

@@ -5,8 +5,6 @@ loader gives them with the samples. A run that is resumed reads the file; withou
 it began with.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A config becomes a trained model; read from top to bottom."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

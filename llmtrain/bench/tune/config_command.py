@@ -33,11 +33,6 @@ class Item:
         return f"{self.operation} {operation.operation(self.operation).label(replace(self.shape, variant=None))}"
 
 
-def dtype_of(config: Config) -> str:
-    """Dtype of a run's activations."""
-    return "float32" if config.train.precision == "fp32" else "bfloat16"
-
-
 def microbatch(config: Config) -> int:
     """Sequences to measure on: train.microbatch_size, or with auto about 16,384 tokens."""
     size = config.train.microbatch_size
@@ -58,7 +53,7 @@ def shapes(config: Config, here: Platform) -> list[Shape]:
 
 
 def _kernels(config: Config, here: Platform) -> Iterator[Chosen]:
-    return chosen(config.model, here, dtype_of(config), config.data.mask_documents)
+    return chosen(config.model, here, config.train.dtype, config.data.mask_documents)
 
 
 def _item(one: Chosen, config: Config) -> Item | None:

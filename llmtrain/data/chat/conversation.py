@@ -6,8 +6,6 @@
 A record that is none raises a ChatFault, whose text is a phrase: what is wrong in which turn, and what to do.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ rejected, chosen, rejected, ...; of labels, each answer and then the answer of a
 estimates the divergence from its reference.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

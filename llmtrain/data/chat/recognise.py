@@ -1,8 +1,6 @@
 """Recognition of chat data in `data.prepare`: the format by the first record. No library of templates or tokenizers here: `check`
 recognises too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ later. What is trained: the answers that `{% generation %}` encloses where the t
 the longest common prefix of the conversation's tokens and of those of its beginning up to the answer (TRL's convention).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collation of samples into the batches of tensors that the model is given."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 

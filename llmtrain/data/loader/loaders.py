@@ -4,8 +4,6 @@ The environment variables RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say 
 them. Ranks and loader processes do not wait for one another.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence

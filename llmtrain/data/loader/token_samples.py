@@ -1,7 +1,5 @@
 """The samples of streams of token shards by their ids, each shard compared with its index before it is read."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

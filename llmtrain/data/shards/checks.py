@@ -1,7 +1,5 @@
 """MDS shards, examined without torch: checks before a run, sizes, fingerprints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Packing documents into samples of fixed length: tokens are concatenated, with an end-of-document token after each document."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Data to learn to answer with, which no network is needed for: questions about people who do not exist, and sums."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The end-of-document token of the shards, as recorded in their folders. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

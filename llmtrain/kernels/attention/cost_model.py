@@ -6,8 +6,6 @@ Its error at shapes outside the fit, drawn ones and each tenth of the shipped ce
 tests/unit/kernels/test_attention_cost_model.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

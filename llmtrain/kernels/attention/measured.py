@@ -6,8 +6,6 @@ stand in place of shipped ones of the same cell: `llmtrain bench tune FILE.yaml`
 to another.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

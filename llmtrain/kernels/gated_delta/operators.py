@@ -1,7 +1,5 @@
 """Delta rules by operators: how they are called, the form of their gradients, and arguments of their kernels' launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Apertus (Swiss AI, arXiv:2509.14233) as transformers' ApertusForCausalLM: Llama with norms of queries and keys, and an MLP of two
 matrices with xIELU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from transformers import ApertusConfig

@@ -1,7 +1,5 @@
 """Attention families whose config.json has Llama's keys: what they share. A family says in what it differs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

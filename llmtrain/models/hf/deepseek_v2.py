@@ -1,7 +1,5 @@
 """DeepSeek-V2 (arXiv:2405.04434) as transformers' DeepseekV2ForCausalLM: latent attention, and experts behind the first layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import DeepseekV2Config

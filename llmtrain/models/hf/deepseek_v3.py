@@ -1,7 +1,5 @@
 """DeepSeek-V3 (arXiv:2412.19437) as transformers' DeepseekV3ForCausalLM: latent attention, and experts behind the first layers."""
 
-from __future__ import annotations
-
 from transformers import DeepseekV3Config
 
 from llmtrain.models.hf.experts import BIASED_SIGMOID, SIGMOID_FIELDS, ExpertsBehindDense

@@ -1,8 +1,6 @@
 """dots.llm1 (arXiv:2506.05767) as transformers' Dots1ForCausalLM: Qwen3's attention, and DeepSeek-V3's experts behind the first
 layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Dots1Config

@@ -1,8 +1,6 @@
 """ERNIE 4.5 (Baidu, 2025), dense, as transformers' Ernie4_5ForCausalLM: Llama with positions that turn neighbouring channels, and
 one setting for all biases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Ernie4_5Config

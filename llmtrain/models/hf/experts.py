@@ -1,7 +1,5 @@
 """Families with Llama's keys whose feed-forward layers are experts, in all layers or in some: what they share."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from llmtrain.models.config import ModelConfig

@@ -4,8 +4,6 @@ No model of transformers is built here. The correspondence of a weight is declar
 is the side of Hugging Face: config.json and the tensors of a published checkpoint.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

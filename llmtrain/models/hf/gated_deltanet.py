@@ -1,7 +1,5 @@
 """Families of Gated DeltaNet and attention layers: what they share beside what Decoder has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

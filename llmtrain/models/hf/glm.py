@@ -1,8 +1,6 @@
 """GLM-4 of 2024 (arXiv:2406.12793) as transformers' GlmForCausalLM: Llama with a part of each head rotated, neighbour with
 neighbour."""
 
-from __future__ import annotations
-
 from transformers import GlmConfig
 
 from llmtrain.models.hf.decoder import Decoder

@@ -1,8 +1,6 @@
 """GLM-4-0414 as transformers' Glm4ForCausalLM: norms on both sides of a branch, a part of each head rotated, neighbour with
 neighbour."""
 
-from __future__ import annotations
-
 from transformers import Glm4Config
 
 from llmtrain.models.hf.glm import Glm

@@ -1,8 +1,6 @@
 """GLM-4.5 (arXiv:2508.06471) as transformers' Glm4MoeForCausalLM: a part of each head rotated, and DeepSeek-V3's experts behind
 the first layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Glm4MoeConfig

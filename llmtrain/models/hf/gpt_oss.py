@@ -1,8 +1,6 @@
 """gpt-oss (arXiv:2508.10925) as transformers' GptOssForCausalLM: sinks beside the scores of attention, a window in every second
 layer, experts with biases and a clamped unit, whose matrices are stored input by output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GptOssConfig

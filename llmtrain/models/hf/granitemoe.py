@@ -1,7 +1,5 @@
 """Granite 3's mixtures (IBM) as transformers' GraniteMoeForCausalLM: Granite with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GraniteMoeConfig

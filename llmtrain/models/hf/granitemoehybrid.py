@@ -1,8 +1,6 @@
 """Granite 4 (IBM), with experts or without, as transformers' GraniteMoeHybridForCausalLM: Mamba-2 and attention, mostly without
 positions, with factors of embeddings, scores, branches and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GraniteMoeHybridConfig

@@ -1,7 +1,5 @@
 """Helium (Kyutai, 2025) as transformers' HeliumForCausalLM: Llama with positions that turn neighbouring channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import HeliumConfig

@@ -1,8 +1,6 @@
 """Families of Mamba-2 and attention layers, each with an MLP, whose config.json has Llama's keys and those that begin with
 mamba_: what they share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

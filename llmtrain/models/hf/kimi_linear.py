@@ -1,8 +1,6 @@
 """Kimi Linear (arXiv:2510.26692) as transformers' KimiLinearForCausalLM: Kimi Delta Attention among latent attention without
 positions, with DeepSeek-V3's experts behind the first layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

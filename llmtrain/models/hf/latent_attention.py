@@ -1,7 +1,5 @@
 """Families whose attention is latent (MLA), with DeepSeek's keys in config.json: what they share."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Loading a published checkpoint as a HybridLM, with one tensor in memory at a time beside the model."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

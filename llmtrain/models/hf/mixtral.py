@@ -1,7 +1,5 @@
 """Mixtral (arXiv:2401.04088) as transformers' MixtralForCausalLM: Mistral with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import MixtralConfig

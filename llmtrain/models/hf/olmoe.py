@@ -1,7 +1,5 @@
 """OLMoE (arXiv:2409.02060) as transformers' OlmoeForCausalLM: norms of queries and keys, and experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import OlmoeConfig

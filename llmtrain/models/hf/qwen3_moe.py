@@ -1,7 +1,5 @@
 """Qwen3's mixtures (arXiv:2505.09388) as transformers' Qwen3MoeForCausalLM: Qwen3 with experts in some layers or all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen3MoeConfig

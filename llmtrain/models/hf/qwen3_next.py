@@ -1,8 +1,6 @@
 """Qwen3-Next as transformers' Qwen3NextForCausalLM: Gated DeltaNet, and gated attention whose heads are rotated
 in part, with experts and without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen3NextConfig

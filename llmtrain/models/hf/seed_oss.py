@@ -1,7 +1,5 @@
 """Seed-OSS (ByteDance, 2025) as transformers' SeedOssForCausalLM: Llama with biases of its own for queries, keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import SeedOssConfig

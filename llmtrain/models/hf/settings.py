@@ -1,7 +1,5 @@
 """Reading and writing config.json: functions that the families share. No model of transformers is built here."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,8 +1,6 @@
 """SmolLM3 (Hugging Face, 2025) as transformers' SmolLM3ForCausalLM: Llama without positions in every fourth layer
 (arXiv:2501.18795)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import SmolLM3Config

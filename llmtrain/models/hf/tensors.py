@@ -1,7 +1,5 @@
 """Correspondence of parameters and published tensors: constructors that the families share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 

@@ -1,8 +1,6 @@
 """ZAYA1 (Zyphra, arXiv:2511.17127) as transformers' ZayaForCausalLM: compressed convolutional attention, experts whose routers
 hand a state from layer to layer, and scaled residuals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import ZayaConfig

@@ -1,8 +1,6 @@
 """The Kimi Delta Attention mixer (arXiv:2510.26692): as Gated DeltaNet, with a decay for each channel of the keys, and low-rank
 projections for the decays and for the output's gate, a sigmoid."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Text that the model writes while it is trained, and how many of the held-out questions it answers exactly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

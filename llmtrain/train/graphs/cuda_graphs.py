@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.distributed.world import World
-from llmtrain.errors import RunError, UserError
+from llmtrain.errors import RunError, UserError, first_line
 from llmtrain.logs import run_log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.layer_part import step_sums
@@ -107,7 +107,7 @@ def make_graph(
     try:
         graph = MicrobatchGraph(model, objective, batch)
     except (RuntimeError, NoGraph) as error:  # OutOfMemoryError is one, as are all of CUDA's
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
     if ranks > 1:
         failed = torch.tensor(bool(reason), dtype=torch.int32, device=next(model.parameters()).device)
         dist.all_reduce(failed, dist.ReduceOp.MAX)

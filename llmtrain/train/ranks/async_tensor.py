@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.distributed.world import World
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.kernels.platform import Platform
 from llmtrain.logs import run_log
 from llmtrain.models.tensor_parallel import TensorRanks
@@ -73,7 +73,7 @@ def _reason_of_group(ranks: TensorRanks) -> str | None:
             _symmetric_memory.enable_symm_mem_for_group(ranks.group)
         _symmetric_memory.get_symm_mem_workspace(ranks.group, min_size=2**20)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
     failed = torch.tensor(int(reason is not None), device="cuda")
     dist.all_reduce(failed, group=dist.distributed_c10d._resolve_process_group(ranks.group))
     return reason or ("another rank of the group has no symmetric memory" if failed else None)

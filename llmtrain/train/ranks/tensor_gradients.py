@@ -1,7 +1,5 @@
 """Norm of sharded gradients over all ranks, also where ranks divide the model and several hold the same parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
