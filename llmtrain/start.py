@@ -44,7 +44,8 @@ def _now() -> _Start:
     global _start
     if _start is None:
         own = age(os.getpid())
-        whole = age(int(os.environ[LAUNCHER])) if LAUNCHER in os.environ else own
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        whole = age(int(os.environ[LAUNCHER])) if LAUNCHER in os.environ and not restarted else own
         _start = _Start(time.perf_counter() - whole)
         if whole > own:
             _start.parts[_LAUNCHER] = whole - own

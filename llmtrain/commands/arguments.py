@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.addresses import local_problem
-from llmtrain.config.shipped import CONFIG_HELP
 from llmtrain.errors import UserError
 
 
@@ -34,9 +33,12 @@ def require(args: argparse.Namespace, *names: str, least: float | None = None, m
             raise UserError(f"{option} {value}: expected at most {most}")
 
 
+_CONFIG_HELP = "the YAML, or the name of one that llmtrain brings: quickstart, mpt-1b, zamba2-1.2b, bench/mpt-1b, ..."
+
+
 def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """The positional FILE of a run, and settings that replace its own."""
-    parser.add_argument("file", nargs="?" if optional else None, metavar="FILE", help=CONFIG_HELP)
+    parser.add_argument("file", nargs="?" if optional else None, metavar="FILE", help=_CONFIG_HELP)
     # With a default, argparse does not ask for them when FILE is missing.
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's")
 

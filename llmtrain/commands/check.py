@@ -1,14 +1,15 @@
 """`llmtrain check`. No torch here: it answers in under a second."""
 
+from __future__ import annotations
+
 import argparse
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from llmtrain.commands.arguments import add_config
-from llmtrain.config.config_type import is_evaluation
-from llmtrain.config.report import ConfigError
-from llmtrain.config.shipped import config_title, find_config
-from llmtrain.config.yaml_source import read_file
-from llmtrain.schema.config import Config
+
+if TYPE_CHECKING:
+    from llmtrain.schema.config import Config
 
 
 def add_check(subparsers: argparse._SubParsersAction) -> None:
@@ -28,6 +29,7 @@ def add_check(subparsers: argparse._SubParsersAction) -> None:
 def check(args: argparse.Namespace) -> int:
     """Print one line for a good config. Raises ConfigError, whose text is the report, for any other."""
     from llmtrain.commands.checks import load_runnable
+    from llmtrain.config.shipped import config_title
 
     if _is_evaluation(args.file):
         print(f"{config_title(args.file)}: OK, {_tasks(args.file, args.overrides)}")
@@ -38,6 +40,11 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _is_evaluation(file: str) -> bool:
+    from llmtrain.config.config_type import is_evaluation
+    from llmtrain.config.report import ConfigError
+    from llmtrain.config.shipped import find_config
+    from llmtrain.config.yaml_source import read_file
+
     try:
         return is_evaluation(read_file(find_config(file)).data)
     except ConfigError:  # which is said by whoever loads it

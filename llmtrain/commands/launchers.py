@@ -4,7 +4,6 @@ import argparse
 import shutil
 
 from llmtrain.commands.arguments import output_path
-from llmtrain.config.shipped import ROOT
 from llmtrain.errors import UserError
 
 FILES = ("slurm/pretrain.sbatch", "kubernetes/pretrain.yaml")
@@ -21,6 +20,8 @@ def add_launchers(subparsers: argparse._SubParsersAction) -> None:
 
 
 def launchers(args: argparse.Namespace) -> int:
+    from llmtrain.config.shipped import ROOT
+
     for name in FILES:
         if (args.out / name).exists() or (args.out / name).is_symlink():
             raise UserError(f"{args.out / name} exists already, and is not replaced; name another folder")

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.commands.arguments import positive
 from llmtrain.config.addresses import is_remote
-from llmtrain.config.base import Problem, parse_share
 from llmtrain.errors import UserError
-from llmtrain.schema.data import PrepareConfig, stream_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -143,6 +141,8 @@ def add_prepare(commands) -> None:
 
 def _share(text: str) -> float:
     """The number of `0.001` or `0.1%`."""
+    from llmtrain.config.base import parse_share
+
     try:
         return parse_share(text)
     except ValueError as error:
@@ -154,6 +154,8 @@ def _stream(text: str) -> tuple[str, str]:
     name, equals, source = text.partition("=")
     if not equals or not source:
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=SOURCE")
+    from llmtrain.schema.data import stream_name
+
     try:
         return stream_name(name), source
     except ValueError as error:
@@ -183,6 +185,8 @@ def _part(text: str) -> tuple[int, int]:
 
 def _wrong_options(error: ValidationError) -> Iterator[str]:
     """A line for each option that cannot be taken."""
+    from llmtrain.config.base import Problem
+
     for one in error.errors():
         rules: list[Problem] = one.get("ctx", {}).get("problems") or [
             Problem(".".join(map(str, one["loc"])), None, one["msg"])
@@ -198,6 +202,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     from llmtrain.data.partitions.stored_folder import scratch_folder
     from llmtrain.data.prepare import Part, PartState, prepare, prepare_part
     from llmtrain.data.prepare_streams import hold_out, prepare_streams
+    from llmtrain.schema.data import PrepareConfig
 
     streams: dict[str, list[str]] = {}
     for name, source in args.streams or ():

@@ -1,6 +1,7 @@
 """The number of processes that `train` and `eval` run on this machine."""
 
 import os
+from glob import glob
 
 from llmtrain.errors import UserError
 
@@ -35,6 +36,14 @@ def chosen_processes(nproc: int | None) -> int:
     if nproc is not None:
         return nproc
     return count_gpus() or 1
+
+
+def probable_processes(nproc: int | None) -> int:
+    """`chosen_processes` as the devices' files tell, at once; 0 where they do not."""
+    if nproc is not None:
+        return nproc
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(glob("/dev/nvidia[0-9]*") if visible is None else visible.split(","))
 
 
 def count_gpus() -> int:

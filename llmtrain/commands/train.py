@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.arguments import add_config
-from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher
+from llmtrain.commands.processes import chosen_processes, count_gpus, joins_a_launcher, probable_processes
 from llmtrain.distributed.processes import saving_signals
 from llmtrain.errors import UserError
 from llmtrain.logs import log
-from llmtrain.schema.config import Config
 
 if TYPE_CHECKING:
+    from llmtrain.distributed.early_ranks import EarlyRanks
     from llmtrain.distributed.run_lock import RunLock
+    from llmtrain.schema.config import Config
 
 
 def add_train(commands) -> None:
@@ -55,35 +55,48 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _run_train(args: argparse.Namespace) -> int:
+    from llmtrain.distributed.early_ranks import EarlyRanks, await_admission
+
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: expected 0 or more")
+    if not joins_a_launcher(args.nproc):
+        command = [sys.executable, "-P", "-m", "llmtrain.cli", "train", args.file, *args.overrides]
+        with EarlyRanks(command, probable_processes(args.nproc)) as early:
+            return _begin(args, early)
+    if args.max_restarts:
+        raise UserError(
+            "--max-restarts starts processes again, but a launcher started this one: use the launcher's own"
+        )
+    await_admission()
+    from llmtrain.train.worker import run_rank
+
+    return run_rank(_loader(args), args.file, args.overrides, args.fresh, None, _preflight)
+
+
+def _loader(args: argparse.Namespace) -> Callable[[int | None], Config]:
     from llmtrain.commands.checks import load_runnable
+
+    return lambda ranks: load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
+
+
+def _begin(args: argparse.Namespace, early: EarlyRanks) -> int:
+    """Train on this process, or on several that it starts."""
     from llmtrain.distributed.run_lock import RunLock
     from llmtrain.distributed.world import require_loopback
     from llmtrain.train.resume import check_resumption
     from llmtrain.train.worker import run_rank
 
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: expected 0 or more")
-    joins = joins_a_launcher(args.nproc)
-    if joins and args.max_restarts:
-        raise UserError(
-            "--max-restarts starts processes again, but a launcher started this one: use the launcher's own"
-        )
-
-    def load(ranks: int | None) -> Config:
-        return load_runnable(args.file, args.overrides, world_size=ranks, fresh=args.fresh)
-
-    with contextlib.ExitStack() as held:
-        lock = None
-        if not joins:
-            config = load(args.nproc)
-            require_loopback()
-            lock = held.enter_context(RunLock(config.run_dir))
-            if not args.fresh:
-                check_resumption(config)
-            processes = chosen_processes(args.nproc)
-            if processes > 1 or args.max_restarts:
-                return _launched(args, load, processes, lock)
-        return run_rank(load, args.file, args.overrides, args.fresh, lock, _preflight if joins else None)
+    load = _loader(args)
+    config = load(args.nproc)
+    require_loopback()
+    with RunLock(config.run_dir) as lock:
+        if not args.fresh:
+            check_resumption(config)
+        processes = chosen_processes(args.nproc)
+        if processes > 1 or args.max_restarts:
+            return _launched(args, load, processes, lock, early)
+        early.end()
+        return run_rank(load, args.file, args.overrides, args.fresh, lock)
 
 
 def _preflight(setting: str, folder: Path) -> None:
@@ -93,7 +106,9 @@ def _preflight(setting: str, folder: Path) -> None:
         before_run(folder)
 
 
-def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock) -> int:
+def _launched(
+    args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock, early: EarlyRanks
+) -> int:
     """Train on so many processes of this machine, which start again after a failure as --max-restarts allows."""
     from llmtrain.distributed.launch import launch
     from llmtrain.train.compile_ahead import begin_compiling
@@ -105,10 +120,11 @@ def _launched(args: argparse.Namespace, load: Callable[[int], Config], processes
     if args.fresh:
         refuse_used_remote(config)
         move_aside(lock)
-    command = [sys.executable, "-P", "-m", "llmtrain.cli", "train", args.file, *args.overrides]
 
     def start(ranks: int, attempt: int) -> int:
-        return launch(command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt)
+        if len(early.waiting) != ranks:
+            early.end()
+        return launch(early.command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt, early)
 
     places = count_gpus if args.max_restarts and count_gpus() else None
     return run_with_restarts(start, processes, args.max_restarts, load, places)

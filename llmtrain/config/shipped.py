@@ -10,8 +10,6 @@ _PACKAGE = Path(__file__).parents[1]
 ROOT = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
 """The folder of eval/ and yamls/: in an installed package shipped/ (pyproject.toml), in a checkout its top."""
 
-CONFIG_HELP = "the YAML, or the name of one that llmtrain brings: quickstart, mpt-1b, zamba2-1.2b, bench/mpt-1b, ..."
-
 _SUFFIXES = (".yaml", ".yml")
 
 

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import time
 import uuid
+from functools import partial
 from pathlib import Path
+from typing import IO
 
+from llmtrain.distributed.early_ranks import EarlyRanks, core_share
 from llmtrain.distributed.processes import LAUNCHER, saving_signals
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import LISTENER, rank_environment
@@ -25,13 +28,14 @@ def launch(
     grace_seconds: float = 0.0,
     lock: RunLock | None = None,
     attempt: int = 0,
+    early: EarlyRanks | None = None,
 ) -> int:
     """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
     memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM and SIGINT are passed on,
     and the ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then
-    hold as well. attempt: number of this start of the same run, from 0.
+    hold as well. attempt: number of this start of the same run, from 0. early: those of them that run `command` already.
 
     The ranks meet at a socket of 127.0.0.1 that rank 0 inherits while it listens: no other process can take its port.
     """
@@ -39,10 +43,10 @@ def launch(
     logs.mkdir(parents=True, exist_ok=True)
     shared = {
         **os.environ,
+        **core_share(processes),
         LAUNCHER: str(os.getpid()),
         "LLMTRAIN_LAUNCH_ID": lock.holder.launch if lock else uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
     if "lo" in (name for _, name in socket.if_nameindex()):
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
@@ -56,7 +60,9 @@ def launch(
                 environment = {**shared, **rank_environment(rank, processes, port), LISTENER: str(handle)}
                 log_file = logs / f"rank{rank}.txt" if rank else None
                 mode = "a" if attempt else "w"  # what an earlier attempt ended with is worth reading
-                ranks.append(_start(command, environment, log_file, mode, held if rank else (*held, handle)))
+                with log_file.open(mode) if log_file else contextlib.nullcontext() as output:
+                    start = early.admit if early and early.waiting else partial(_start, command)
+                    ranks.append(start(environment, output, held if rank else (*held, handle)))
         return _watch(ranks, logs, grace_seconds)
     except _Signalled as signalled:  # a job manager ends the parent: the ranks must not outlive it
         return _preempt(ranks, grace_seconds, signalled.args[0])
@@ -74,12 +80,9 @@ def _raise_signalled(number: int, _: object) -> None:
 
 
 def _start(
-    command: list[str], environment: dict[str, str], log: Path | None, mode: str, descriptors: tuple[int, ...]
+    command: list[str], environment: dict[str, str], log: IO | None, descriptors: tuple[int, ...]
 ) -> subprocess.Popen:
-    if log is None:
-        return subprocess.Popen(command, env=environment, pass_fds=descriptors)
-    with log.open(mode) as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, pass_fds=descriptors)
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=descriptors)
 
 
 def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal.Signals) -> int:
