@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +57,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _run_train(args: argparse.Namespace) -> int:
-    from llmtrain.distributed.early_ranks import EarlyRanks, await_admission
+    from llmtrain.distributed.early_ranks import EarlyRanks
 
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts}: expected 0 or more")
@@ -67,10 +69,22 @@ def _run_train(args: argparse.Namespace) -> int:
         raise UserError(
             "--max-restarts starts processes again, but a launcher started this one: use the launcher's own"
         )
-    await_admission()
+    _await_launcher()
     from llmtrain.train.worker import run_rank
 
     return run_rank(_loader(args), args.file, args.overrides, args.fresh, None, _preflight)
+
+
+def _await_launcher() -> None:
+    """In a rank that was started before our launcher knew the run: import PyTorch until it does."""
+    from llmtrain.distributed.early_ranks import await_admission, waits
+    from llmtrain.start import import_phase, start_phase
+
+    if waits():
+        with import_phase("import of PyTorch"), contextlib.suppress(Exception):  # which comes again at its place
+            importlib.import_module("torch")
+        with start_phase("wait for the launcher, which reads the config"):
+            await_admission()
 
 
 def _loader(args: argparse.Namespace) -> Callable[[int | None], Config]:

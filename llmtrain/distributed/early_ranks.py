@@ -1,10 +1,9 @@
 """Ranks of this machine that a launcher starts before it has read the config: they import PyTorch meanwhile, and wait at a socket
-for the rest of their environment. No torch here, but in such a rank."""
+for the rest of their environment. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -79,19 +78,16 @@ class EarlyRanks:
         return process
 
 
-def await_admission() -> None:
-    """In a rank that waits: import PyTorch, and take what `admit` sends. Ends the process if the launcher admits none. Elsewhere
-    nothing."""
-    from llmtrain.start import import_phase, start_phase
+def waits() -> bool:
+    """True in a rank that is to await its admission."""
+    return _WAITS in os.environ
 
-    if _WAITS not in os.environ:
-        return
+
+def await_admission() -> None:
+    """In a rank that waits: take what `admit` sends. Ends the process if the launcher admits none."""
     with socket.socket(fileno=int(os.environ.pop(_WAITS))) as theirs:
-        with import_phase("import of PyTorch"), contextlib.suppress(Exception):  # which comes again at its place
-            importlib.import_module("torch")
-        with start_phase("launcher: the config, checks"):
-            _, handles, _, _ = socket.recv_fds(theirs, 1, 8)
-            content = b"".join(iter(lambda: theirs.recv(1 << 16), b""))
+        _, handles, _, _ = socket.recv_fds(theirs, 1, 8)
+        content = b"".join(iter(lambda: theirs.recv(1 << 16), b""))
     if not content:
         os._exit(1)
     changed, descriptors = json.loads(content)

@@ -94,3 +94,10 @@ def test_describe_has_the_cost_of_a_start(tmp_path: Path):
     ):
         (run / "start.json").write_text(json.dumps(damaged))
         assert start.cost_of_start(run).startswith("an estimate: 24 s")
+
+
+def test_ranks_that_start_again_count_from_then_on(monkeypatch):
+    monkeypatch.setenv(start.LAUNCHER, "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(start, "age", lambda pid: 5000.0 if pid == 1 else 2.0)
+    assert sum(start.end_start().values()) == pytest.approx(2.0, abs=0.5)

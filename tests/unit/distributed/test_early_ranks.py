@@ -1,4 +1,4 @@
-"""Ranks that begin before their launcher knows the run, with plain programs in the place of ranks and no PyTorch."""
+"""Ranks that begin before their launcher knows the run, with plain programs in the place of ranks."""
 
 import signal
 import sys
@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.distributed.early_ranks import EarlyRanks, await_admission
+from llmtrain.distributed.early_ranks import EarlyRanks, waits
 from llmtrain.distributed.launch import launch
 from llmtrain.distributed.processes import start_time
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import LISTENER
 
 WAITS = """
-import os, pathlib, sys, types
+import os, pathlib
 notes = pathlib.Path(os.environ["NOTES"])
-sys.modules["torch"] = types.ModuleType("torch")
-from llmtrain.distributed.early_ranks import await_admission
+from llmtrain.distributed.early_ranks import await_admission, waits
+assert waits()
 (notes / f"waits{os.environ['RANK']}").touch()
 await_admission()
 print("admitted", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
@@ -46,8 +46,8 @@ if os.environ["RANK"] == "0":
         print("heard", listener.accept()[0].recv(9))
 else:
     socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))).send(b"rank 1")
-    held = [os.readlink(f"/proc/self/fd/{{one}}") for one in os.listdir("/proc/self/fd") if one != "0"]
-    print("holds the lock:", any(one.endswith("lock.json") for one in held if os.path.exists(one)))
+    held = [os.path.realpath(f"/proc/self/fd/{{one}}") for one in os.listdir("/proc/self/fd")]
+    print("holds the lock:", any(one.endswith("lock.json") for one in held))
 """
     run = notes / "run"
     with EarlyRanks([sys.executable, "-c", program], 2) as early, RunLock(run) as lock:
@@ -78,9 +78,7 @@ def test_a_rank_that_ended_while_it_waited_is_reported(notes: Path, capfd: pytes
 
 
 def test_a_signal_to_all_processes_reaches_a_rank_only_once_it_is_admitted(notes: Path):
-    program = WAITS.replace("await_admission()", "await_admission()\nimport time; time.sleep(60)", 1)
-    program = program.replace("import await_admission\nimport time; time.sleep(60)", "import await_admission")
-    with EarlyRanks([sys.executable, "-c", program], 2) as early:
+    with EarlyRanks([sys.executable, "-c", WAITS + "import time; time.sleep(60)"], 2) as early:
         await_ranks(notes, early)
         ranks = [process for process, _ in early.waiting]
         for process in ranks:
@@ -90,7 +88,7 @@ def test_a_signal_to_all_processes_reaches_a_rank_only_once_it_is_admitted(notes
         assert launch(early.command, 2, str(notes / "run"), early=early) == 143
 
 
-def test_one_process_is_no_launcher(notes: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_process_starts_no_other():
     with EarlyRanks(["false"], 1) as early:
         assert early.waiting == []
-    await_admission()  # of a rank that another launcher started: returns at once
+    assert not waits()
