@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.commands.processes import count_gpus
@@ -36,7 +37,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of one start, at most")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are any")
     args = parser.parse_intermixed_args()
-    environment = dict(os.environ)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run below ends too
+    environment, found = dict(os.environ), list[float]()
     if args.device == "cpu":
         environment |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     elif args.device == "cuda" and not count_gpus():
@@ -51,7 +53,8 @@ def main() -> int:
         with (Path(folder) / "log").open("w") as log:
             run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            found = measure(run, run_dir, args)
+            for seconds in measure(run, run_dir, args):
+                found.append(seconds)
             if (resumed := (Path(folder) / "log").read_text().count("resumed from")) != args.kills:
                 raise ChildProcessError(f"{args.kills} starts, of which {resumed} resumed from a checkpoint")
         except (TimeoutError, ChildProcessError) as error:
@@ -60,20 +63,22 @@ def main() -> int:
         finally:
             run.terminate()
             run.wait()
-    found.sort()
-    row = {
+            if found:
+                print(json.dumps(row(args, sorted(found))))
+    return 0
+
+
+def row(args: argparse.Namespace, found: list[float]) -> dict[str, object]:
+    return {
         "what": f"{args.file}, {args.nproc} ranks, {len(found)} kills",
         "median_s": round(statistics.median(found), 1),
         "least_s": round(found[0], 1),
         "most_s": round(found[-1], 1),
     }
-    print(json.dumps(row))
-    return 0
 
 
-def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> list[float]:
+def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> Iterator[float]:
     """Seconds of each restart. Raises TimeoutError for one that takes too long, ChildProcessError where the launcher ended."""
-    found = []
     first = await_change(run, run_dir, "start.json", 0, args.seconds)
     for number in range(args.kills):
         await_change(run, run_dir, "checkpoints/step-*[0-9]/manifest.json", first, args.seconds)
@@ -81,9 +86,9 @@ def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> l
         began = time.monotonic()
         os.kill(int(ranks[number % args.nproc]), signal.SIGKILL)
         first = await_change(run, run_dir, "start.json", first, args.seconds)
-        found.append(time.monotonic() - began)
-        print(f"kill {number + 1}, of rank {number % args.nproc}: {found[-1]:.1f} s", flush=True)
-    return found
+        seconds = time.monotonic() - began
+        print(f"kill {number + 1}, of rank {number % args.nproc}: {seconds:.1f} s", flush=True)
+        yield seconds
 
 
 def await_change(run: subprocess.Popen, run_dir: Path, pattern: str, before: int, seconds: float) -> int:

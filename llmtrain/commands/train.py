@@ -76,7 +76,7 @@ def _run_train(args: argparse.Namespace) -> int:
 
 
 def _await_launcher() -> None:
-    """In a rank that was started before our launcher knew the run: import PyTorch until it does."""
+    """Import PyTorch in a rank that was started before its launcher knew the run, until it does."""
     from llmtrain.distributed.early_ranks import await_admission, waits
     from llmtrain.start import import_phase, start_phase
 

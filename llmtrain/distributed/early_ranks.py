@@ -84,7 +84,7 @@ def waits() -> bool:
 
 
 def await_admission() -> None:
-    """In a rank that waits: take what `admit` sends. Ends the process if the launcher admits none."""
+    """Take what `admit` sends, in a rank that waits. Ends the process if the launcher admits none."""
     with socket.socket(fileno=int(os.environ.pop(_WAITS))) as theirs:
         _, handles, _, _ = socket.recv_fds(theirs, 1, 8)
         content = b"".join(iter(lambda: theirs.recv(1 << 16), b""))

@@ -1,7 +1,7 @@
 """Seconds from the typed command to the end of the first step: `llmtrain train` cold and warm, beside a plain loop of transformers.
 
-    python scripts/gpu/start_times.py --out FOLDER [--shapes llama-350m zamba2-1.2b nemotron-h-1b] [--starts 5] [--limit 540]
-        [--microbatch fixed auto] [--nproc 1] [--without-peer] [--checkout FOLDER] [a.b=c …]
+    python scripts/gpu/start_times.py --out FOLDER [--shapes llama-350m zamba2-1.2b nemotron-h-1b] [--starts 5] [--cold 1]
+        [--limit 540] [--microbatch fixed auto] [--nproc 1] [--without-peer] [--checkout FOLDER] [a.b=c …]
 
 Data are prepared before. Cold: no compiled kernels and no remembered microbatch; warm: both are there. A run is killed when its
 first step is in its metrics. The peer builds the same model by its class in transformers, compiles each layer, and takes one step
@@ -50,6 +50,13 @@ SHAPES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "zamba2-1.2b": ("yamls/pretrain/zamba2-1.2b.yaml", ("train.microbatch_size=2",)),
     "nemotron-h-1b": ("yamls/bench/nemotron-h-1b.yaml", ("train.microbatch_size=4",)),
+    "llama3-8b": (  # for two GPUs of 141 GB
+        "yamls/pretrain/llama3-8b.yaml",
+        (
+            *("train.microbatch_size=1", "train.activation_checkpointing.type=full", "data.seq_len=4096"),
+            "train.global_batch_size=4",
+        ),
+    ),
 }
 DONE = "FIRST STEP DONE"
 
@@ -73,7 +80,8 @@ def main() -> int:
         for way in [*args.microbatch, *([] if args.without_peer else ["transformers"])]:
             for state in ("cold", "warm"):
                 name = f"{shape} {way} {state}"
-                while len(done.setdefault(name, [])) < args.starts and not any("failed" in one for one in done[name]):
+                wanted = args.starts if state == "warm" or args.cold is None else args.cold
+                while len(done.setdefault(name, [])) < wanted and not any("failed" in one for one in done[name]):
                     left = end - time.monotonic()
                     if left < 5:
                         print(f"--limit {args.limit}: the same command again goes on with {name}")
@@ -93,9 +101,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the shapes', for all")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="NAME")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:3], metavar="NAME")
     parser.add_argument("--microbatch", nargs="+", choices=("fixed", "auto"), default=["fixed", "auto"])
     parser.add_argument("--starts", type=int, default=5, help="of each kind (default: %(default)s)")
+    parser.add_argument("--cold", type=int, metavar="N", help="of these N, which at least 1 warm one needs")
     parser.add_argument(
         "--limit", type=float, default=540.0, metavar="SECONDS", help="of this program (default: %(default)s)"
     )
