@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from llmtrain.config.held_folder import hold_folder, make_folder, release_folder
@@ -173,10 +174,13 @@ def _train(config: Config, verified: str | None, file: str, overrides: Sequence[
     world = world_from_environment()
     _open_gpu(world.local_rank)
     await_compiled(config, world.size, world.local_size)
+    process_group = _begin_process_group()
     with handlers_kept(), import_phase("imports of Composer, StreamingDataset and what they need"):
         import_composer()
         from llmtrain.train.report.summary import report
         from llmtrain.train.run import train
+    with start_phase("process group"):
+        process_group.result()
 
     began = time.perf_counter()
     hold_folder(Path(config.run_dir))
@@ -204,6 +208,21 @@ def _open_gpu(device: int) -> None:
 
     if torch.cuda.is_available():
         threading.Thread(target=begin, name="GPU", daemon=True).start()
+
+
+def _begin_process_group() -> Future[None]:
+    """Have the ranks meet beside the imports: NCCL's first connections take a second. The result is there once they have."""
+    met = Future[None]()
+
+    def meet() -> None:
+        try:
+            initialize()
+            met.set_result(None)
+        except BaseException as error:
+            met.set_exception(error)
+
+    threading.Thread(target=meet, name="process group", daemon=True).start()
+    return met
 
 
 @contextlib.contextmanager
