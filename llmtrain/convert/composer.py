@@ -34,7 +34,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Part, Weight, family_for_model, family_of_hf_config
 from llmtrain.models.hf.foreign_files import reason
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
-from llmtrain.models.hf.mpt import FAMILY as MPT
+from llmtrain.models.hf.mpt import Mpt
 from llmtrain.models.hf.settings import validate_section
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.config import Config
@@ -125,12 +125,12 @@ def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[Tenso
     if config_file is not None:
         config = _load_model_config(config_file)
         if "transformer.wte.weight" in names:
-            weights = MPT.weights(config)
+            weights = Mpt().weights(config)
         else:
             weights = _own_weights(config) if "embed.weight" in names else family_for_model(config).weights(config)
     elif found is not None:
         if found.get("model_type") == "mpt":
-            config, family = ModelConfig.model_validate(_mpt_section(found)), MPT
+            config, family = ModelConfig.model_validate(_mpt_section(found)), Mpt()
         else:
             family = family_of_hf_config(found)
             config = ModelConfig.model_validate(family.read_config(found))

@@ -27,6 +27,3 @@ class Apertus(Decoder):
         alphas = [tensors.same(f"{ours}.xielu.{name}", f"{act}.{name}", 1) for name in ("alpha_p", "alpha_n")]
         constants = (Part(f"{act}.beta", (), value=XIELU.beta), Part(f"{act}.eps", (), value=XIELU.eps))
         return [*made, alphas[0], replace(alphas[1], parts=(*alphas[1].parts, *constants))]
-
-
-FAMILY = Apertus()

@@ -31,6 +31,3 @@ class Bamba(HybridDecoder):
             fraction, rope = {"partial_rotary_factor": block.position.fraction}, settings.write_rotary(block.position)
             return fields | {key: rope[key] and rope[key] | fraction for key in ("rope_parameters", "rope_scaling")}
         return fields
-
-
-FAMILY = Bamba()

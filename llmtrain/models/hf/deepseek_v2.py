@@ -43,6 +43,3 @@ class DeepseekV2(ExpertsBehindDense, LatentLayers):
             return found | biased | {"topk_method": _METHODS[0]}
         groups = {"n_group": mlp.router.groups, "topk_group": mlp.router.top_groups}
         return found | biased | groups | {"topk_method": _METHODS[1]}
-
-
-FAMILY = DeepseekV2()

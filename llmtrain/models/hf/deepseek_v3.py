@@ -12,6 +12,3 @@ class DeepseekV3(ExpertsBehindDense, LatentLayers):
     kind = DeepseekV3Config
     router = BIASED_SIGMOID
     router_fields = SIGMOID_FIELDS
-
-
-FAMILY = DeepseekV3()

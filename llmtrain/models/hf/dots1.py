@@ -19,6 +19,3 @@ class Dots1(ExpertsBehindDense):
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         windows = (i for i, block in enumerate(layers) if block.sliding_window is not None)
         return super().write_fields(config, layers) | {"max_window_layers": next(windows, len(layers))}
-
-
-FAMILY = Dots1()

@@ -20,6 +20,3 @@ class Ernie45(Decoder):
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         return {"use_bias": layers[0].qkv_bias}
-
-
-FAMILY = Ernie45()

@@ -97,6 +97,3 @@ def _attention(block: ParallelMixersBlock) -> AttentionBlock:
 
 def _mamba(block: ParallelMixersBlock) -> Mamba2Block:
     return next(part for part in block.mixers if isinstance(part, Mamba2Block))
-
-
-FAMILY = FalconH1()

@@ -4,6 +4,7 @@ No model of transformers is built here. The correspondence of a weight is declar
 is the side of Hugging Face: config.json and the tensors of a published checkpoint.
 """
 
+import functools
 import importlib
 import json
 import math
@@ -18,18 +19,15 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.other_types import lacking
 
-# model_type in config.json -> the module of this folder for it. An export takes the first that expresses the model.
-_FAMILIES = {
-    name: f"llmtrain.models.hf.{name}"
-    for name in (
-        *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
-        *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
-        *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
-        *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
-        *("deepseek_v2", "deepseek_v3"),
-        *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya", "ministral", "ernie4_5"),
-    )
-}
+# model_type in config.json, and the file of this folder for it. An export takes the first that expresses the model.
+_FAMILIES = (
+    *("mpt", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "granite", "gpt_neox", "starcoder2"),
+    *("gemma2", "gemma3_text", "mamba2", "zamba2", "nemotron_h"),
+    *("bamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear"),
+    *("mixtral", "olmoe", "qwen3_moe", "granitemoe", "dots1", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
+    *("smollm3", "glm", "glm4", "seed_oss", "helium", "glm4_moe", "apertus", "zaya", "ministral", "ernie4_5"),
+)
 
 
 class UnsupportedModelError(UserError):
@@ -174,7 +172,7 @@ def _read(part: Part, shape: tuple[int, ...], published: Mapping[str, Tensor], o
 
 
 class Family(Protocol):
-    """One file of this folder. `published` is the content of config.json."""
+    """The last class of a file of this folder. `published` is the content of config.json."""
 
     architecture: str
     """The class in transformers, such as LlamaForCausalLM."""
@@ -238,8 +236,11 @@ def families(first: str | None = None) -> list[Family]:
     return [_load(name) for name in sorted(_FAMILIES, key=lambda name: name != first)]
 
 
+@functools.cache
 def _load(name: str) -> Family:
-    return importlib.import_module(_FAMILIES[name]).FAMILY
+    module = importlib.import_module(f"llmtrain.models.hf.{name}")
+    *_, own = (one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)
+    return own()
 
 
 _MOST, _MOST_LAYERS = 2**53, 10_000

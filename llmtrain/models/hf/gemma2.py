@@ -39,6 +39,3 @@ class Gemma2(Decoder):
             "attn_logit_softcapping": layers[0].softcap,
             "final_logit_softcapping": config.logit_softcap,
         }
-
-
-FAMILY = Gemma2()

@@ -28,6 +28,3 @@ class Gemma3Text(Gemma2):
         local = rotary["rope_parameters"][settings.SLIDING]["rope_theta"]
         fields = super().write_fields(config, layers) | rotary | {"rope_local_base_freq": local}
         return fields | {"attn_logit_softcapping": None}
-
-
-FAMILY = Gemma3Text()

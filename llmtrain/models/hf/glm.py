@@ -13,6 +13,3 @@ class Glm(Decoder):
     default_fraction = 0.5
     in_pairs = True
     mlp_in = ("gate_up_proj",)
-
-
-FAMILY = Glm()

@@ -15,6 +15,3 @@ class Glm4(Glm):
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_mlp_layernorm",
     }
-
-
-FAMILY = Glm4()

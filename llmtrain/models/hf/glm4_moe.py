@@ -25,6 +25,3 @@ class Glm4Moe(ExpertsBehindDense):
 
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         return super().write_fields(config, layers) | {"use_qk_norm": layers[0].qk_norm == "head"}
-
-
-FAMILY = Glm4Moe()

@@ -43,6 +43,3 @@ class GPTNeoX(Decoder):
         # The spellings of before transformers 5; without a fraction the class takes a quarter.
         older = {"rotary_pct": position.fraction, "rotary_emb_base": position.theta}
         return older | {"use_parallel_residual": layers[0].parallel, "hidden_dropout": config.dropout}
-
-
-FAMILY = GPTNeoX()

@@ -46,6 +46,3 @@ class GptOss(ExpertLayers):
 def _stacked(ours: str, part: Part) -> Weight:
     *outer, rows, columns = part.shape
     return Weight(ours, (*outer, columns, rows) if part.transposed else part.shape, (part,))
-
-
-FAMILY = GptOss()

@@ -42,6 +42,3 @@ def write_multipliers(config: ModelConfig, block: AttentionBlock) -> dict[str, A
         "attention_multiplier": block.spec(config.d_model).scale,
         "residual_multiplier": block.residual_multiplier,
     }
-
-
-FAMILY = Granite()

@@ -1,7 +1,5 @@
 """Granite 3's mixtures (IBM) as transformers' GraniteMoeForCausalLM: Granite with experts in every layer."""
 
-from typing import Any
-
 from transformers import GraniteMoeConfig
 
 from llmtrain.models.hf.experts import ExpertLayers
@@ -23,6 +21,3 @@ class StackedExperts(ExpertLayers):
 
 class GraniteMoe(StackedExperts, Granite):
     kind = GraniteMoeConfig
-
-
-FAMILY: Any = GraniteMoe()

@@ -67,6 +67,3 @@ class GraniteMoeHybrid(StackedExperts, HybridDecoder):
             "attention_multiplier": attention.spec(config.d_model).scale if attention else 1.0,
             "residual_multiplier": layers[0].residual_multiplier,
         }
-
-
-FAMILY = GraniteMoeHybrid()

@@ -18,6 +18,3 @@ class Helium(Decoder):
         instead = f"heads are together as wide as hidden_size, {config.hidden_size}, in this class"
         refusals.unless(together == config.hidden_size, "head_dim", config.head_dim, instead)
         return super().read_block(config, layer_type, refusals)
-
-
-FAMILY = Helium()

@@ -140,6 +140,3 @@ def _with_spelling(part: Part) -> Part:
         if one in part.name:
             return replace(part, copies=(part.name.replace(one, other),), in_memory=part.name.replace(_MOE, _MLP))
     return part
-
-
-FAMILY = KimiLinear()

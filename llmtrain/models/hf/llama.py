@@ -9,6 +9,3 @@ class Llama(Decoder):
     """Not read besides: pretraining_tp, a split of matrix products."""
 
     kind = LlamaConfig
-
-
-FAMILY = Llama()

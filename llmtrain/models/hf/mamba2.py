@@ -156,6 +156,3 @@ def _read_mamba_ssm(published: Mapping[str, Any]) -> dict[str, Any]:
         "blocks": {"m": {"type": "mamba2", **block}},
         "layers": f"m*{published['n_layer']}",
     }
-
-
-FAMILY = Mamba2()

@@ -8,6 +8,3 @@ from llmtrain.models.hf.decoder import Decoder
 class Ministral(Decoder):
     kind = MinistralConfig
     has_layer_types = True
-
-
-FAMILY = Ministral()

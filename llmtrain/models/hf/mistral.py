@@ -7,6 +7,3 @@ from llmtrain.models.hf.decoder import Decoder
 
 class Mistral(Decoder):
     kind = MistralConfig
-
-
-FAMILY = Mistral()

@@ -1,7 +1,5 @@
 """Mixtral (arXiv:2401.04088) as transformers' MixtralForCausalLM: Mistral with experts in every layer."""
 
-from typing import Any
-
 from transformers import MixtralConfig
 
 from llmtrain.models.hf.experts import ExpertLayers
@@ -18,6 +16,3 @@ class Mixtral(ExpertLayers, Mistral):
     moe = "block_sparse_moe"
     expert_in = ("w1", "w3")
     expert_out = "w2"
-
-
-FAMILY: Any = Mixtral()

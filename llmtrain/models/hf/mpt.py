@@ -179,6 +179,3 @@ def _renamed(weight: Weight, names: Mapping[str, str]) -> Weight:
         return replace(part, name=".".join((*above, names.get(module, module), kind)))
 
     return replace(weight, parts=tuple(map(under, weight.parts)))
-
-
-FAMILY = Mpt()

@@ -239,6 +239,3 @@ def _read_mamba(config: Any, refusals: Refusals) -> dict[str, Any]:
         **({"dt_limit": (float(config.time_step_min), None)} if limited else {}),
         **settings.read_dt_range(config),
     }
-
-
-FAMILY = NemotronH()

@@ -10,6 +10,3 @@ class Olmo2(Decoder):
     block = {"qk_norm": "full"}
     norm = {"type": "rmsnorm", "place": "after"}
     norms = {"norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-
-
-FAMILY = Olmo2()

@@ -15,6 +15,3 @@ class Olmo3(Olmo2):
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         return settings.write_rotary_by_type(layers)
-
-
-FAMILY = Olmo3()

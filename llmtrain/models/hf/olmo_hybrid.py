@@ -101,6 +101,3 @@ class OlmoHybrid(GatedDeltaNetDecoder):
 def _with_spelling(part: Part) -> Part:
     *before, name, kind = part.name.split(".")
     return replace(part, copies=(".".join([*before, _ALSO[name], kind]),)) if name in _ALSO else part
-
-
-FAMILY = OlmoHybrid()

@@ -20,6 +20,3 @@ class Olmoe(ExpertLayers):
             clip is None, "clip_qkv", clip, "the class clips behind the norms of queries and keys; null is possible"
         )
         return super().read_block(config, layer_type, refusals)
-
-
-FAMILY = Olmoe()

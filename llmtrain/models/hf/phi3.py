@@ -22,6 +22,3 @@ class Phi3(Decoder):
         return settings.write_rotary(
             position.model_copy(update={"scaling": None}), partial=True
         )  # it has LongRoPE alone
-
-
-FAMILY = Phi3()

@@ -18,6 +18,3 @@ class Qwen2(Decoder):
         """Keys for readers without layer_types: whether there are windows, and in how many layers at the bottom there are none."""
         at = [i for i, layer in enumerate(layers) if layer.sliding_window is not None]
         return {"use_sliding_window": bool(at), "max_window_layers": min(at, default=len(layers))}
-
-
-FAMILY = Qwen2()

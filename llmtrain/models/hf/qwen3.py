@@ -8,6 +8,3 @@ from llmtrain.models.hf.qwen2 import Qwen2
 class Qwen3(Qwen2):
     kind = Qwen3Config
     block = {"qk_norm": "head"}
-
-
-FAMILY = Qwen3()

@@ -30,6 +30,3 @@ class Qwen3Moe(SparseSteps):
 
     def write_fields(self, config: ModelConfig, layers: list[Any]) -> dict[str, Any]:
         return {"use_sliding_window": any(block.sliding_window is not None for block in layers)}
-
-
-FAMILY = Qwen3Moe()

@@ -44,6 +44,3 @@ class Qwen3Next(SparseSteps, GatedDeltaNetDecoder):
             projections={"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * block.n_heads},
             by_group={"in_proj_qkvz": (key, key, value, value), "in_proj_ba": (per_group, per_group)},
         )
-
-
-FAMILY = Qwen3Next()

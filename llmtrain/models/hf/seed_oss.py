@@ -18,6 +18,3 @@ class SeedOss(Decoder):
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         return {"attention_out_bias": layers[0].out_bias}
-
-
-FAMILY = SeedOss()

@@ -43,6 +43,3 @@ class SmolLM3(Decoder):
         found = super().write_mixers(config, layers)
         found |= next((self.write_position(block) for block in layers if block.position.type == "rotary"), {})
         return found | {"no_rope_layers": rotated, "use_sliding_window": SLIDING in found["layer_types"]}
-
-
-FAMILY = SmolLM3()

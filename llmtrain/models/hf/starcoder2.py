@@ -23,6 +23,3 @@ class Starcoder2(Decoder):
 
     def write_fields(self, config: ModelConfig, layers: list[AttentionBlock]) -> dict[str, Any]:
         return {"use_bias": layers[0].qkv_bias}
-
-
-FAMILY = Starcoder2()

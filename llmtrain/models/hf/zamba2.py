@@ -278,6 +278,3 @@ def _write_shared(config: ModelConfig, shared: SharedAttentionBlock) -> dict[str
         "use_mem_rope": rotary is not None,
         **(settings.write_rotary(rotary) if rotary is not None else {}),
     }
-
-
-FAMILY = Zamba2()

@@ -148,6 +148,3 @@ class Zaya(ExpertLayers):
             tensors.same(f"{ours}.experts.w_in", f"{theirs}.mlp.experts.gate_up_proj", n, 2 * width, d_model),
             tensors.same(f"{ours}.experts.w_out", f"{theirs}.mlp.experts.down_proj", n, d_model, width),
         ]
-
-
-FAMILY = Zaya()

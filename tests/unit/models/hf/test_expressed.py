@@ -26,8 +26,8 @@ from llmtrain.models.config import (
     SharedAttentionBlock,
 )
 from llmtrain.models.hf.family import UnsupportedModelError
-from llmtrain.models.hf.mamba2 import FAMILY as MAMBA2
-from llmtrain.models.hf.mpt import FAMILY as MPT
+from llmtrain.models.hf.mamba2 import Mamba2
+from llmtrain.models.hf.mpt import Mpt
 from llmtrain.models.pattern import Layer, format_pattern, parse_pattern
 from llmtrain.models.sections.dense import MLPSection
 from llmtrain.models.sections.layers import (
@@ -327,7 +327,7 @@ def test_fields_of_training_are_kept_where_there_is_a_place():
         assert read.dropout == (0.1 if name in ("mpt", "gpt_neox") else 0.0)
     mixer = {"chunk_size": 32, "dt_min": 0.01, "dt_max": 0.2}
     config = ModelConfig.model_validate(changed(drawn("mamba2"), ("blocks", "x"), MAMBA | mixer))
-    found = MAMBA2.read_config(MAMBA2.write_config(config))["blocks"]["m"]
+    found = Mamba2().read_config(Mamba2().write_config(config))["blocks"]["m"]
     assert {key: found[key] for key in mixer} == mixer
 
 
@@ -344,9 +344,9 @@ def test_blocks_of_several_names_must_be_alike():
     base = drawn("mpt")
     block = base["blocks"]["x"] | {"clip_qkv": 2.0}
     twice = base | {"blocks": {"x": block, "y": block | {"backend": "reference"}}, "layers": "x y"}
-    assert MPT.write_config(ModelConfig.model_validate(twice))["n_layers"] == 2
+    assert Mpt().write_config(ModelConfig.model_validate(twice))["n_layers"] == 2
     unlike = twice | {"blocks": {"x": block, "y": block | {"clip_qkv": 1.0}}}
     with pytest.raises(
         UnsupportedModelError, match=r"^model\.blocks\.y\.clip_qkv = 1.0: .* has 2.0; set clip_qkv: 2.0$"
     ):
-        MPT.write_config(ModelConfig.model_validate(unlike))
+        Mpt().write_config(ModelConfig.model_validate(unlike))

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llmtrain.models.hf.llama import FAMILY
+from llmtrain.models.hf.llama import Llama
 from llmtrain.models.layers import rotary_tables
 from llmtrain.models.sections.layers import RotaryPosition
 from tests.support import published_configs as published
@@ -29,7 +29,7 @@ NO_FACTOR = QWEN3 | {"factor": None, "original_max_position_embeddings": 1024}
 @pytest.mark.parametrize("scaling", [QWEN3, OLMO3, DEEPSEEK, GPT_OSS, NO_FACTOR], ids=str)
 def test_yarn(scaling, theta):
     config: dict[str, Any] = published.LLAMA_2_7B | {"rope_scaling": scaling, "rope_theta": theta}
-    section = FAMILY.read_config(config)
+    section = Llama().read_config(config)
     rotary = RotaryPosition.model_validate(section["blocks"]["attn"]["position"])
     frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig.from_dict(config), torch.device("cpu"))
     positions = torch.arange(0, 4096, 7)
