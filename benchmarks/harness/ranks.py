@@ -119,14 +119,15 @@ class Training:
         batch["sample_ids"] = torch.arange(len(ids))
         return self.passes.forward_backward(batch, lambda *_: None).losses["total"]
 
-    def update(self) -> None:
-        """Clipping and the optimizer's step."""
+    def update(self) -> Any:
+        """Clipping and the optimizer's step -> the norm of the gradients."""
         from llmtrain.train.ranks.tensor_gradients import clip_shards
 
         if self.divided is None:
-            clip_shards(list(self.model.parameters()), self.most)
+            norm = clip_shards(list(self.model.parameters()), self.most)
         else:
             self.divided.add_up()
-            self.divided.clip(self.most)
+            norm = self.divided.clip(self.most)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llmtrain.models.feed_forward import routers
+from llmtrain.train.report.loggers import read_metrics
 from tests.distributed.test_context_parallel import EXACT, assert_exact, assert_same_run
 from tests.distributed.test_gradients import ONE_STEP, assert_same_step, one_step, plain_step
 from tests.distributed.test_muon import plain, sharded
@@ -182,6 +183,23 @@ def test_twenty_steps_have_the_losses_of_one_rank(ranks, shards, tmp_path, layou
         run = ranks(size).run(train, tiny_config(shards, tmp_path / name, changes | layout))[0]
         assert len(run.losses) == 20 and run.losses == pytest.approx(whole.losses, rel=1e-5), name
         assert run.validation == pytest.approx(whole.validation, rel=1e-5), name
+
+
+@CI
+def test_ranks_that_divide_experts_drop_what_one_rank_does_beyond_a_capacity(ranks, shards, tmp_path):
+    """It counts the tokens of a microbatch, whichever ranks hold the experts."""
+    changes = MIXTURE | {"train.duration": "3 steps", "optimizer.lr": 1e-3}
+    changes |= {"model.blocks": {"m": MIXTURE["model.blocks"]["m"] | {"mlp": experts(BALANCED, capacity=0.7)}}}
+    changes |= {"model.layers": "m m"}
+    found = {}
+    for name in ("one", "shards", "experts"):
+        size, layout = LAYOUTS[name]
+        config = tiny_config(shards, tmp_path / name, changes | layout)
+        losses = ranks(size).run(train, config)[0].losses
+        found[name] = [*losses.values(), *read_metrics(config.run_dir / "metrics.jsonl", "blocks.1.mlp/dropped")[1]]
+    assert len(found["one"]) == 6 and min(found["one"]) > 0.1
+    for name in ("shards", "experts"):
+        assert found[name] == pytest.approx(found["one"], rel=1e-5), name
 
 
 @pytest.mark.parametrize(

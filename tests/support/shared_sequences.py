@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmtrain.distributed.world import gloo_group, world_from_environment
+from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -35,7 +36,7 @@ _SIZES = {"vocab_size": VOCAB, "d_model": 16, "max_seq_len": 64}
 class Case:
     """One forward and backward pass. samples: per context-parallel group; borders: share of tokens that begin a document, or
     `everywhere`: row i has a border before token i; None: one document per sequence. dtype: that the ranks compute in; the one
-    rank computes in fp64."""
+    rank computes in fp64. gpu: each rank has a GPU."""
 
     model: dict[str, Any]
     seq_len: int
@@ -44,6 +45,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     dtype: str = "float64"
+    gpu: bool = False
 
     def model_config(self) -> ModelConfig:
         settings = {**_SIZES, "max_seq_len": self.seq_len, **self.model}
@@ -103,11 +105,12 @@ def _difference(case: Case) -> tuple[float, float, str]:
     with torch.device("meta"):
         shared = HybridLM(case.model_config(), dtype=dtype, documents=documents)
     causal_lm = (StagedLM if world.pipeline > 1 else CausalLM)(shared, train.loss)
-    segments = parallel.parallelize(causal_lm, train, world, torch.device("cpu"))
+    device = torch.device("cuda", world.local_rank) if case.gpu else torch.device("cpu")
+    segments = parallel.parallelize(causal_lm, train, world, device)
     shared = causal_lm.hybrid
     shared.init_weights(case.seed)
     rows = slice(world.data_rank * case.samples, (world.data_rank + 1) * case.samples)
-    part = {key: value[rows] for key, value in batch.items()}
+    part = {key: value[rows].to(device) for key, value in batch.items()}
     if isinstance(causal_lm, StagedLM):
         sync, copies = GradientSync(causal_lm, train.sharding), world.pipeline * world.tensor
         step = PipelineStep(causal_lm, NextToken(), 1, sync, _gloo(), segments, None, copies)
@@ -125,12 +128,12 @@ def _difference(case: Case) -> tuple[float, float, str]:
     if (divided := shared_gradients(causal_lm)) is not None:
         divided.add_up()
         norm = float(divided.clip(math.inf))
-    gradients = whole_tensors(shared, lambda parameter: parameter.grad)
+    gradients = {name: g.cpu() for name, g in whole_tensors(shared, lambda parameter: parameter.grad).items()}
     if not world.is_main:
         return 0.0, 0.0, ""
 
     torch.set_default_dtype(torch.float64)
-    alone = HybridLM(case.model_config(), dtype=torch.float64, documents=documents)
+    alone = HybridLM(case.model_config(), platform.cpu(), dtype=torch.float64, documents=documents)
     alone.init_weights(case.seed)
     expected = CausalLM(alone, train.loss).loss(batch["input_ids"], batch["labels"], batch.get("document_ids"))
     expected.loss.backward()

@@ -28,8 +28,8 @@ def whole_tensors(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None])
     dist.all_gather_object(everyone, shapes)  # a stage of a pipeline has some parameters alone
     for name, (shape, dtype) in {name: one for some in everyone for name, one in some.items()}.items():
         held, tensor = slices.get(name), mine.get(name)
-        whole = torch.zeros(2, *shape, dtype=dtype)
-        local = whole if tensor is None else local_of(tensor)
+        local = torch.zeros(0) if tensor is None else local_of(tensor)
+        whole = torch.zeros(2, *shape, dtype=dtype, device=local.device)
         places = (
             []
             if tensor is None

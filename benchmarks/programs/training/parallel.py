@@ -2,6 +2,7 @@
 
     python -m benchmarks parallel FILE [a.b=c …] --nproc 2 [--steps 4] [--lengths 16384 32768] [--out FILE.json]
     python -m benchmarks parallel FILE train.parallel.pipeline=2 --nproc 2 --microbatches 8 16 32 [--out FILE.json]
+    python -m benchmarks parallel FILE --nproc 2 --each 'alone:' --each 'divided: train.parallel.expert=2' [--out FILE.json]
     python -m benchmarks parallel --scan --nproc 2 [--out FILE.json]
 
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
@@ -9,13 +10,17 @@ FILE is trained on random tokens as train.parallel, train.sharding and the rest 
 kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
 them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, what happens once a batch,
 and the bubble: the share of the batch's other time in which a rank, on average, runs no pass, beside what plan/scaling.py predicts.
+each: the same with further settings, one after the other in the same processes, with rows by these names.
 scan: a Mamba-2 scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes
 copied on the rank itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they
 run on the CPU, for a try.
 """
 
 import argparse
+import gc
+import importlib
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -28,6 +33,7 @@ from benchmarks.harness.arguments import Parser, natural, positive
 from benchmarks.harness.ranks import Training, on_ranks
 from benchmarks.harness.report import Report
 from llmtrain.distributed.world import initialize, world_from_environment
+from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 SCANS = 8  # one behind the other, as the layers of a step
@@ -42,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=natural, default=2, help="steps before")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[])
     parser.add_argument("--microbatches", type=positive, nargs="+", default=[])
+    parser.add_argument("--each", action="append", default=[], metavar="'NAME: a.b=c …'")
     parser.add_argument("--kernels", action="store_true", help="also the milliseconds of one step's kernels, on rank 0")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--tokens", type=positive, default=131_072, help="with --scan")
@@ -62,18 +69,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         longest = max(args.lengths, default=0)
         fitted = [f"data.seq_len={longest}", f"model.max_seq_len={longest}"] if longest else []
-        config = load_config(args.file, [*args.overrides, *fitted])
-        made = Training(config)
-        for length in args.lengths or [config.data.seq_len]:
-            found = [
-                steps_of(made, length, args.warmup, args.steps, args.kernels, number)
-                for number in args.microbatches or [None]
-            ]
-            for number, figures in zip(args.microbatches or [None], found, strict=True):
-                name = f"{length:,} tokens" if number is None else f"{number} microbatches of {length:,} tokens"
-                report.add(name, **figures)
+        each = [
+            (label, shlex.split(settings)) for label, _, settings in (one.partition(":") for one in args.each or [""])
+        ]
+        configs = [(label, load_config(args.file, [*args.overrides, *fitted, *more])) for label, more in each]
+        # PyTorch keeps an error of an import that it tried, and with it the frames of who imports: of a model, that model.
+        importlib.import_module("llmtrain.train.build")
+        for label, config in configs:
+            rows_of(config, label, args, report)
     print(json.dumps({"rows": report.rows}), flush=True)
     return 0
+
+
+def rows_of(config: Config, label: str, args: argparse.Namespace, report: Report) -> None:
+    """Add the rows of one configuration, `label` before their names. Every rank calls this."""
+    import torch
+
+    made, numbers = Training(config), args.microbatches or [None]
+    for length in args.lengths or [config.data.seq_len]:
+        found = [steps_of(made, length, args.warmup, args.steps, args.kernels, number) for number in numbers]
+        for number, figures in zip(numbers, found, strict=True):
+            name = f"{length:,} tokens" if number is None else f"{number} microbatches of {length:,} tokens"
+            report.add(f"{label}, {name}" if label else name, **figures)
+    if args.each:  # room for the next
+        del made
+        gc.collect()
+        torch.compiler.reset()
 
 
 class PassTimes:
@@ -194,7 +215,7 @@ def steps_of(
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds, passes, losses = [], [], []
+    seconds, passes, losses, norms = [], [], [], []
     for step in range(warmup + count):
         began = clock()
         if microbatches is None:
@@ -202,7 +223,7 @@ def steps_of(
         else:
             losses.append(float(made.accumulate(ids)))
             passes.append(clock() - began)
-            made.update()
+            norms.append(float(made.update()))
         took = clock() - began
         if step == 0 and gpu:  # before the optimizer had its state
             torch.cuda.reset_peak_memory_stats()
@@ -236,6 +257,7 @@ def steps_of(
         "estimated_gib": estimate_memory(of_length, sizes, made.world.size).total / 2**30,
         "attention": sorted(attention_backends(made.model)),
         "losses_nats": losses,
+        "gradient_norms": norms or None,
         "all_steps_s": seconds,
         "kernels_ms": kernels_of(lambda: made.accumulate(ids) if microbatches else made.step(part))
         if kernels

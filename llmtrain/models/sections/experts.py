@@ -104,8 +104,9 @@ class ExpertsSection(FeedForwardSection):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean of log(sum of exp(logits))^2 of the router (arXiv:2202.08906), in each layer."""
     capacity: PositiveFloat | None = None
-    """For comparisons. In training an expert takes at most capacity * top_k / n_experts of the tokens of a rank's microbatch, first
-    choices first, then those that come first (arXiv:2006.16668); for the others its output is 0. Default: no token is dropped."""
+    """For comparisons. In training an expert takes at most capacity * top_k / n_experts of a rank's tokens of a microbatch, first
+    choices first, then those that come first (arXiv:2006.16668, whose groups these are); for the others its output is 0.
+    train.parallel.expert drops no others; with context and tensor a rank has fewer tokens. Default: no token is dropped."""
     backend: Literal["auto", "reference", "grouped_mm", "triton"] = free("auto")
 
     def problems(self) -> Iterator[Problem]:

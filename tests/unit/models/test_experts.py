@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from llmtrain.adapt.base import meta_model
-from llmtrain.config.shipped import find_config
+from llmtrain.config.shipped import ROOT, find_config
 from llmtrain.flops.count import count_parameters
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.experts.spec import ExpertsSpec
@@ -242,6 +242,18 @@ def test_presets_have_the_published_numbers_of_parameters(name, total, active):
     assert counts.total / 1e9 == pytest.approx(total, rel=0.01) and counts.active / 1e9 == pytest.approx(
         active, rel=0.02
     )
+
+
+def test_presets_balance_each_layer():
+    """They begin with random weights, of which a loss over the whole model would let each layer use a few of its experts."""
+    found = 0
+    for file in sorted((ROOT / "yamls" / "pretrain").glob("*.yaml")):
+        for name, block in load_config(file).model.blocks.items():
+            if isinstance(mlp := getattr(block, "mlp", None), ExpertsSection):
+                balance, found = mlp.balance, found + 1
+                by_loss = balance.weight > 0 and balance.over == "layer"
+                assert by_loss or mlp.router.bias_rate > 0, f"{file.name}: {name}"
+    assert found > 10
 
 
 def test_biases_are_not_decayed_and_matrices_are_each_experts():
