@@ -14,6 +14,7 @@ import yaml
 from llmtrain.cli import main
 from llmtrain.errors import UserError
 from llmtrain.schema.load import check_for_world, load_config
+from tests.support.processes import modules_after
 from tests.support.project import seconds_of_children
 
 GOOD = """\
@@ -346,13 +347,7 @@ def test_the_quickstart_is_checked_in_half_a_second(tmp_path):
 
 def test_the_quickstart_is_checked_by_few_libraries(tmp_path):
     """What they cost together is the half second; the models of tuning tables alone would be a tenth."""
-    code = (
-        "import sys; before = set(sys.modules); from llmtrain.cli import main; status = main(['check', 'quickstart']); "
-        "print(status, *sorted(set(sys.modules) - before))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    status, *modules = done.stdout.splitlines()[-1].split()
-    assert status == "0", done.stderr
+    modules = modules_after("from llmtrain.cli import main; assert main(['check', 'quickstart']) == 0", cwd=tmp_path)
     others = {name.partition(".")[0] for name in modules if not name.startswith("_")} - sys.stdlib_module_names
     assert others <= {
         *("llmtrain", "yaml", "xxhash", "zstandard", "cython_runtime"),
@@ -424,10 +419,5 @@ def test_command_reports_a_bad_file_and_exits_with_2(tmp_path):
 
 def test_check_does_not_import_torch(tmp_path):
     (tmp_path / "run.yaml").write_text(GOOD)
-    code = (
-        "import sys; from llmtrain.cli import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "check", "run.yaml"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-1] == "0 False"
+    program = "from llmtrain.cli import main; assert main(['check', 'run.yaml']) == 0"
+    assert "torch" not in modules_after(program, cwd=tmp_path)

@@ -1,10 +1,7 @@
 """docs/continued-pretraining.md as a reader follows it, with small random models as transformers publishes them."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS
+from tests.support.processes import LLMTRAIN, output_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "continued-pretraining.md"
@@ -48,19 +46,8 @@ def publish(folder: Path, kind: str) -> None:
 
 def shell(folder: Path, command: str) -> str:
     """Run a command line; `llmtrain` is this one."""
-    ours = f"{sys.executable} -m llmtrain.cli"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-ec", re.sub(r"(?<![\w/.-])llmtrain ", f"{ours} ", command)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    line = re.sub(r"(?<![\w/.-])llmtrain ", f"{' '.join(LLMTRAIN)} ", command)
+    return output_of("bash", "-ec", line, cwd=folder, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """The examples of docs/extending, applied as they are printed to a copy of the tree, and its commands run there."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +11,8 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint.format import index as indexes
 from llmtrain.checkpoint.format import manifest as manifests
-from tests.support.contributing import FIRST, PAGES, ROOT, Example, PageError, Ran, parse
+from tests.support.contributing import FIRST, PAGES, ROOT, Example, PageError, Ran, parse, run_in_one_process
+from tests.support.processes import LLMTRAIN, output_of
 
 EXAMPLES = {example.title: example for path in (FIRST, *PAGES) if (example := parse(path.read_text(encoding="utf-8")))}
 TRAINED = {
@@ -43,20 +42,9 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def environment(tree: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return kept | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-
-
 def run(tree: Path, commands: Iterable[str]) -> dict[str, Ran]:
     """Results of commands run in one process; llmtrain's through the function that `python -m llmtrain.cli` calls."""
-    program = [sys.executable, "-m", "tests.support.contributing"]
-    done = subprocess.run(
-        program, cwd=tree, env=environment(tree), input=json.dumps([*commands]), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    ran = [Ran(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"command"')]
-    return {one.command: one for one in ran}
+    return {one.command: one for one in run_in_one_process(tree, commands, PYTHONPATH=str(tree))}
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +159,7 @@ def test_a_layer_with_state_on_two_ranks(tree):
     settings = "train.precision=amp_bf16 train.compile=off"
     for name, ranks in (("one", 1), ("two", 2)):
         words = f"{SPARSE} {settings} name={name} --nproc {ranks}".replace("'", "").split()
-        done = subprocess.run(
-            [sys.executable, "-m", "llmtrain.cli", *words],
-            cwd=tree,
-            env=environment(tree),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        output_of(*LLMTRAIN, *words, cwd=tree, PYTHONPATH=str(tree))
     for one, two in zip(counted(tree, "one"), counted(tree, "two"), strict=True):
         assert one == pytest.approx(two, abs=2e-2)
 
@@ -206,17 +187,13 @@ def test_the_code_is_in_the_house_style(tree):
         path for example in EXAMPLES.values() for path, _ in (*example.files, *example.edits) if path.endswith(".py")
     }
     for arguments in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *arguments, *sorted(files)], cwd=tree, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        output_of(sys.executable, "-m", "ruff", *arguments, *sorted(files), cwd=tree)
 
 
 def test_the_command_line_is_the_modules(tree):
     """`python -m llmtrain.cli`, in a process of its own."""
-    command = [sys.executable, "-m", "llmtrain.cli", "check", "try/run.yaml", "optimizer.type=lion"]
-    done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
-    assert done.returncode == 0 and "try/run.yaml: OK" in done.stdout, done.stderr
+    command = (*LLMTRAIN, "check", "try/run.yaml", "optimizer.type=lion")
+    assert "try/run.yaml: OK" in output_of(*command, cwd=tree, PYTHONPATH=str(tree))
 
 
 @pytest.mark.slow
@@ -224,9 +201,7 @@ def test_lion_on_two_ranks_and_resumed_on_one(tree, ran):
     """Sharded, and on another number of ranks afterwards: the losses of one rank."""
     settings = ["try/run.yaml", "name=lion-2", "optimizer={type: lion, lr: 1e-4}"]
     for arguments in (["--nproc", "2"], ["train.duration=6 steps"]):
-        command = [sys.executable, "-m", "llmtrain.cli", "train", *settings, *arguments]
-        done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        output_of(*LLMTRAIN, "train", *settings, *arguments, cwd=tree, PYTHONPATH=str(tree))
     assert losses(tree, "lion-2") == pytest.approx(losses(tree, "lion"), abs=1e-3)
 
 

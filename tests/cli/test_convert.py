@@ -27,6 +27,7 @@ from llmtrain.models.hf.hf_checkpoint import open_hf_checkpoint
 from llmtrain.models.hybrid import HybridLM
 from tests.support import checkpoints
 from tests.support.conversion import CONFIGS, convert, publish
+from tests.support.processes import output_of
 from tests.support.runs import read_tensors
 from tests.support.sharded import write
 
@@ -226,18 +227,8 @@ print(tokenizer.decode(out[0]))
 """
 
 
-def without_us(folder: Path, python: str, program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [python, "-c", program, str(folder)],
-        cwd=folder.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def without_us(folder: Path, python: str, program: str) -> str:
+    return output_of(python, "-c", program, str(folder), cwd=folder.parent, HF_HUB_OFFLINE="1")
 
 
 def test_transformers_alone_loads_the_export_and_generates_the_same(exported, finished, capsys):

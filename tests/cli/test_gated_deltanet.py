@@ -1,13 +1,12 @@
 """A Gated DeltaNet hybrid in one line of YAML through every verb of the command line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.contributing import run_in_one_process
 from tests.support.project import Project
 
 TASK = {"name": "house", "type": "multiple_choice", "source": {"path": "task.jsonl"}}
@@ -35,13 +34,9 @@ QWEN3_NEXT = {
 
 def llmtrain(folder: Path, *commands: str) -> list[str]:
     """Texts that commands print, run one after another in one process."""
-    program = [sys.executable, "-m", "tests.support.contributing"]
-    words = json.dumps([f"uv run llmtrain {command}" for command in commands])
-    done = subprocess.run(program, cwd=folder, input=words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ran = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"command"')]
-    assert [one["status"] for one in ran] == [0] * len(commands), "\n".join(one["text"] for one in ran)
-    return [one["text"] for one in ran]
+    ran = run_in_one_process(folder, [f"uv run llmtrain {command}" for command in commands])
+    assert [one.status for one in ran] == [0] * len(commands), "\n".join(one.text for one in ran)
+    return [one.text for one in ran]
 
 
 @pytest.mark.slow

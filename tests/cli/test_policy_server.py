@@ -1,8 +1,5 @@
 """A whole run whose answers `llmtrain serve` draws with the weights of the run's beginning, which its own then leave."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +7,7 @@ import pytest
 
 from llmtrain.train.report.loggers import read_metrics
 from tests.support.policy import policy_config, sums_data
+from tests.support.processes import LLMTRAIN, output_of
 from tests.support.served import ended, serving
 
 MOST = 1.02
@@ -20,14 +18,7 @@ def train(folder: Path, data: Path, name: str, changes: dict[str, Any]) -> Path:
     """The folder of a tiny run of a policy."""
     config = policy_config(data, folder / name, changes)
     (folder / f"{name}.yaml").write_text(config.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, "-m", "llmtrain.cli", "train", str(folder / f"{name}.yaml")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(*LLMTRAIN, "train", str(folder / f"{name}.yaml"))
     return folder / name
 
 

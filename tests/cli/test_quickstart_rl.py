@@ -1,15 +1,13 @@
 """quickstart-rl learns sums by rewards; that it learns by nothing else: tests/numerics/test_policy.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmtrain.train.report.loggers import read_metrics
+from tests.support.processes import LLMTRAIN, output_of
 
 STEPS, MEAN_OF = 100, 20
 
@@ -19,14 +17,7 @@ def train(preset: str, folder: Path, **changes: Any) -> Path:
     run = folder / preset
     values = {"run_dir": str(run), "data.prepare.out": str(folder / "data")} | changes
     settings = (f"{name}={json.dumps(value)}" for name, value in values.items())
-    done = subprocess.run(
-        [sys.executable, "-m", "llmtrain.cli", "train", preset, *settings],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(*LLMTRAIN, "train", preset, *settings)
     return run
 
 

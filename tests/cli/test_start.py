@@ -1,31 +1,21 @@
 """What a start imports: the heavy libraries in sys.modules of a process of its own."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.processes import output_of
+
 HEAVY = (
-    *(
-        "torch",
-        "composer",
-        "streaming",
-        "torchmetrics",
-        "transformers",
-        "torchao",
-        "matplotlib",
-        "wandb",
-        "datasets",
-        "peft",
-    ),
-    *("lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision", "scipy", "mcli", "accelerate"),
+    *("torch", "composer", "streaming", "torchmetrics", "transformers", "torchao", "matplotlib", "wandb", "datasets"),
+    *("peft", "lm_eval", "tensorboard", "pyarrow", "boto3", "torchvision", "scipy", "mcli", "accelerate"),
     *("cpuinfo", "torchmetrics.classification", "torchmetrics.functional.text"),
 )
 PROGRAM = """
 import json, sys
 from llmtrain import cli
-def show(): print("LOADED", json.dumps([name for name in sys.argv[1].split(",") if name in sys.modules]), file=sys.stderr)
+def show(): print("LOADED", json.dumps([name for name in sys.argv[1].split(",") if name in sys.modules]))
 if sys.argv[2] == "import":
     show()
 elif sys.argv[2] == "train":
@@ -40,11 +30,8 @@ else:
 
 
 def loaded(*command: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command], capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("LOADED ")]
+    printed = output_of(sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command)
+    [line] = [line for line in printed.splitlines() if line.startswith("LOADED ")]
     return set(json.loads(line.removeprefix("LOADED ")))
 
 

@@ -1,46 +1,11 @@
 """8-bit AdamW over several ranks: codes, scales and steps are those of one rank, and checkpoints move between rank counts."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmtrain.checkpoint import save_load
 from llmtrain.schema.config import Config
-from tests.support import sharded
+from tests.support.sharded import assert_same, state_after
 from tests.support.tiny import tiny_config
-
-
-def state_after(config: Config, load: Path | None, save: Path | None, steps: int) -> dict[str, torch.Tensor]:
-    """A job: weights and optimizer state after steps with given gradients. load, save: a checkpoint before, and after."""
-    model, optimizer = sharded.build(config)
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.fill_(0.01 * number)
-    optimizer.state.clear()
-    if load is not None:
-        save_load.load(load, model, optimizer)
-    for step in range(steps):
-        for number, parameter in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(1000 * (step + (load is not None)) + number)
-            gradient = torch.randn(parameter.shape, generator=generator)
-            assert isinstance(parameter, DTensor)
-            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        optimizer.step()
-    if save is not None:
-        save = sharded.write(save, model, optimizer, step=steps)
-    found = {}
-    for name, parameter in model.named_parameters():
-        for key, value in {"weight": parameter, **optimizer.state[parameter]}.items():
-            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 @pytest.fixture(scope="module")

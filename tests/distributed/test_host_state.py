@@ -1,65 +1,18 @@
 """optimizer.offload: the same training, bit by bit, and the same checkpoints, whatever the optimizer and the number of ranks."""
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from composer.devices import Device
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmtrain.checkpoint import save_load
 from llmtrain.schema.config import Config
-from llmtrain.train.optimizers.host_state import HostState
-from tests.support import sharded
 from tests.support.runs import read_tensors, train
+from tests.support.sharded import assert_same, state_after
 from tests.support.tiny import tiny_config
 
 KINDS = ("adamw", "muon", "adamw_8bit")
-AT_ONCE = 700
-"""Elements of a rank that are stepped together in these tests: several parameters of a tiny model, or one that is larger."""
-
-
-def state_after(config: Config, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
-    """A job: weights and optimizer state after two steps with given gradients, of which one parameter has none."""
-    model, optimizer = sharded.build(config)
-    optimizer.state.clear()
-    if config.optimizer.offload:
-        assert isinstance(optimizer, HostState)
-        optimizer.at_once = AT_ONCE
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.fill_(0.01 * number)
-    if load is not None:
-        save_load.load(load, model, optimizer)
-    hooked = []
-    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
-    for step in range(2):
-        for number, parameter in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(1000 * (step + 10 * (load is not None)) + number)
-            gradient = torch.randn(parameter.shape, generator=generator)
-            assert isinstance(parameter, DTensor)
-            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            if number == 3:
-                parameter.grad = None
-        optimizer.step()
-    if config.optimizer.type == "adamw":  # in a process with one of these too, the others call AdamW's hooked step
-        assert len(hooked) == 2
-    if save is not None:
-        sharded.write(save, model, optimizer, step=2)
-    found = {}
-    for name, parameter in model.named_parameters():
-        for key, value in {"weight": parameter, **optimizer.state[parameter]}.items():
-            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,14 +27,14 @@ def configs(request, shards, tmp_path_factory) -> tuple[Config, Config]:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.ci), 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_steps_and_checkpoints_are_the_same(ranks, configs, tmp_path, size):
     here, there = configs
-    expected = ranks(size).run(state_after, here, None, tmp_path / "here")
-    for found, one in zip(ranks(size).run(state_after, there, None, tmp_path / "there"), expected, strict=True):
+    expected = ranks(size).run(state_after, here, None, tmp_path / "here", 2)
+    for found, one in zip(ranks(size).run(state_after, there, None, tmp_path / "there", 2), expected, strict=True):
         assert_same(found, one)
     saved, same = (tmp_path / name / "step-00000002" for name in ("here", "there"))
     assert_same(read_tensors(same), read_tensors(saved))
     other = 3 - size if size < 3 else 2  # ranks that go on
-    expected = ranks(other).run(state_after, here, saved, None)
-    for found, one in zip(ranks(other).run(state_after, there, same, None), expected, strict=True):
+    expected = ranks(other).run(state_after, here, saved, None, 2)
+    for found, one in zip(ranks(other).run(state_after, there, same, None, 2), expected, strict=True):
         assert_same(found, one)
 
 

@@ -5,15 +5,13 @@ import re
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from llmtrain.bench.tune.compiling import platform_of
 from llmtrain.kernels.experts import triton as launch
 from llmtrain.kernels.experts import triton_float8
 from llmtrain.kernels.experts import triton_kernels as kernels
 from llmtrain.kernels.platform import float8_format, shared_limit
+from tests.support import ast_compiles
 
 pytestmark = pytest.mark.compile
 POINTERS = {
@@ -30,7 +28,6 @@ def compiled(name: str, arch: str) -> Any:
 
 
 def compiled_kernel(kernel: Any, arch: str, tiles: launch.Tiles, pointers: dict[str, str], **more: Any) -> Any:
-    amd = arch.startswith("gfx")
     names = [parameter.name for parameter in kernel.params]
     constants = {
         "GATHER_LEFT": True,
@@ -49,19 +46,9 @@ def compiled_kernel(kernel: Any, arch: str, tiles: launch.Tiles, pointers: dict[
     }
     constants = {key: value for key, value in constants.items() if key in names}
     types = pointers | ELSE
-    signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in names}
-    divisible = [
-        key for key in names if signature[key].startswith("*") or key in ("K", "F", "M", "N", "stride_e", "stride_n")
-    ]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(key),): value for key, value in constants.items()},
-        {(names.index(key),): [["tt.divisibility", 16]] for key in divisible},
-    )
-    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
+    unaligned = {*names} - {*types, "K", "F", "M", "N", "stride_e", "stride_n"}
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return triton.compile(source, target=target, options=options)
+    return ast_compiles.compiled(kernel, arch, types, constants, unaligned, **options)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

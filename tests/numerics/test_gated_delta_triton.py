@@ -82,20 +82,6 @@ def test_they_are_taken_where_they_were_measured(monkeypatch, spec, arch, expect
     assert registry.resolve(rule, "triton", spec, here).name == "triton"
 
 
-@pytest.mark.parametrize(
-    ("rule", "spec", "words"),
-    [
-        ("gated_delta", GatedDeltaSpec(4, 2, 64, 64, "float32"), "bfloat16 or float16, not float32"),
-        ("gated_delta", GatedDeltaSpec(4, 2, 320, 64), "key_head_dim up to 256, not 320"),
-        ("kimi_delta", KimiDeltaSpec(4, 4, 64, 64, "float32"), "bfloat16 or float16, not float32"),
-        ("kimi_delta", KimiDeltaSpec(4, 4, 136, 64), "key_head_dim up to 128, not 136"),
-    ],
-)
-def test_what_they_cannot_do_is_refused_on_every_machine(rule, spec, words):
-    reason = registry.refusal(rule, "triton", spec, None)
-    assert reason is not None and words in reason
-
-
 def test_hopper_gets_no_wgmma_and_the_environment_comes_back(monkeypatch):
     monkeypatch.delenv("DISABLE_MMA_V3", raising=False)
     with platform.without_wgmma():

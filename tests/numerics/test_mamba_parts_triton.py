@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from llmtrain.kernels import registry, tuning
+from llmtrain.kernels import tuning
 from llmtrain.kernels.conv1d import triton as conv1d
 from llmtrain.kernels.conv1d.spec import Conv1dSpec
 from llmtrain.kernels.conv1d.triton_launch import Tile
@@ -143,20 +143,3 @@ def test_a_mixer_launches_what_it_needs():
             *["reduce_partials._reduce_partials"] * 2,
         ),
     ]
-
-
-def test_a_refusal_names_the_sizes_it_takes():
-    reason = registry.refusal("conv1d", "triton", Conv1dSpec(64, 5), None)
-    assert reason is not None
-    assert "width up to 4, not 5" in reason
-    reason = registry.refusal("gated_norm", "triton", GatedNormSpec(16384, 1, 1e-5), None)
-    assert reason is not None
-    assert "groups of up to 8192 channels, not 16384" in reason
-    assert registry.refusal("gated_norm", "triton", GatedNormSpec(16384, 2, 1e-5), None) is None
-    reason = registry.refusal("norm", "triton", NormSpec(9216), None)
-    assert reason is not None
-    assert "up to 8192 channels, not 9216" in reason
-    h200 = Platform("nvidia", "sm90", "", 1 << 36)
-    reason = registry.refusal("rotary", "triton", RotarySpec(512), h200)
-    assert reason is not None
-    assert "no row of sm90's tuning table serves rotary in bfloat16 at head_dim 512" in reason

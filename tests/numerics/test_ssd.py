@@ -2,29 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.ssd.spec import SSDSpec
 from tests.support import kernels as support
+from tests.support.sequential_ssd import SequentialSSD
 
 BATCH, H, P, N = 2, 4, 8, 5
-
-
-def recurrence(spec: SSDSpec, x, dt, A, B, C, D, dt_bias, state=None) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T;  y_t = h_t C_t + D x_t."""
-    dt = F.softplus(dt + dt_bias)
-    if spec.dt_limit:
-        dt = dt.clamp(*spec.dt_limit)
-    B, C = (t.repeat_interleave(H // spec.n_groups, dim=2) for t in (B, C))
-    h = torch.zeros(BATCH, H, P, N, dtype=x.dtype) if state is None else state
-    ys = []
-    for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t] * A)[..., None, None]
-        h = decay * h + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
-        ys.append((h * C[:, t, :, None, :]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(ys, 1), h
 
 
 def inputs(spec: SSDSpec, seq_len: int, dtype: torch.dtype, with_state: bool) -> list[Tensor]:
@@ -48,7 +33,7 @@ CASES = {
 def test_chunked_form_equals_the_recurrence(spec, seq_len, with_state, dtype, tolerance):
     kernel = registry.resolve("ssd", "auto", spec, platform.cpu()).build(spec, platform.cpu())
     exact = inputs(spec, seq_len, torch.float64, with_state)
-    expected = support.outcome(lambda *t: recurrence(spec, *t), exact)
+    expected = support.outcome(SequentialSSD(spec), exact)
     ours = support.outcome(kernel, [t.detach().to(dtype).requires_grad_() for t in exact])
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
@@ -79,7 +64,7 @@ def test_documents_of_one_sequence_equal_the_documents_apart(lengths, with_state
         pieces = [t.split(lengths, 1) for t in (x, dt, B, C)]
         for i in range(len(lengths)):
             x, dt, B, C = (of[i] for of in pieces)
-            y, final = recurrence(spec, x, dt, A, B, C, D, dt_bias, state if i == 0 else None)
+            y, final = SequentialSSD(spec)(x, dt, A, B, C, D, dt_bias, state if i == 0 else None)
             ys.append(y)
         return torch.cat(ys, 1), final
 
@@ -103,7 +88,7 @@ def test_bf16_inputs_keep_their_dtype_and_the_state_is_fp32():
     spec = SSDSpec(H, P, N, 1, 8)
     kernel = registry.resolve("ssd", "reference", spec, platform.cpu()).build(spec, platform.cpu())
     exact = [t.detach() for t in inputs(spec, 27, torch.float64, False)]
-    expected, _ = recurrence(spec, *exact)
+    expected, _ = SequentialSSD(spec)(*exact)
     half = [t.to(torch.bfloat16) if t.ndim > 1 else t.float() for t in exact]
     y, state = kernel(*half)
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)

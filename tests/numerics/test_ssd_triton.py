@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.kernels import registry, tuning
+from llmtrain.kernels import tuning
 from llmtrain.kernels.operation import operation
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.spec import SSDSpec
@@ -81,12 +81,3 @@ def test_a_launch_survives_its_dump():
     for row in tuning.read_shipped("sm90").rows:
         if row.kernel == "ssd":
             assert row.launch.parse(row.launch.dump()) == row.launch
-
-
-@pytest.mark.parametrize(
-    "head_dim, d_state, words", [(256, 64, "head_dim up to 128, not 256"), (64, 512, "d_state up to 256, not 512")]
-)
-def test_a_refusal_names_the_sizes_it_takes(head_dim, d_state, words):
-    reason = registry.refusal("ssd", "triton", SSDSpec(8, head_dim, d_state, 1, 256), None)
-    assert reason is not None
-    assert words in reason

@@ -4,46 +4,37 @@ Their results: interpreted_weight_only.py and tests/gpu/test_weight_only.py."""
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from llmtrain.kernels.weight_only import triton as products
+from tests.support import ast_compiles
 
 pytestmark = pytest.mark.compile
 POINTERS = {"x": "*bf16", "scales": "*fp32", "y": "*bf16"}
 ONE, FEW = products.ONE_ROW, products.FEW_ROWS
 OF_ONE = {"OUTPUTS": ONE.outputs, "INPUTS": ONE.inputs}
 OF_FEW = {"OUTPUTS": FEW.outputs, "INPUTS": FEW.inputs, "STAGES": FEW.num_stages}
-CASES: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], int]] = {
-    "one row": (products._one_row, ("d_out", "d_in"), OF_ONE, ONE.num_warps),
-    "few rows": (products._few_rows, ("rows", "d_out", "d_in"), OF_FEW | {"ROWS": 16}, FEW.num_warps),
-    "64 rows": (products._few_rows, ("rows", "d_out", "d_in"), OF_FEW | {"ROWS": 64, "STAGES": 2}, FEW.num_warps),
+CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "one row": (products._one_row, OF_ONE, ONE.num_warps),
+    "few rows": (products._few_rows, OF_FEW | {"ROWS": 16}, FEW.num_warps),
+    "64 rows": (products._few_rows, OF_FEW | {"ROWS": 64, "STAGES": 2}, FEW.num_warps),
 }
 NVIDIA = {"sm80": ["i8"], "sm90": ["i8", "fp8e4nv"], "sm100": ["i8", "fp8e4nv"]}
 AMD = {"gfx90a": ["i8"], "gfx942": ["i8", "fp8e4b8"], "gfx950": ["i8", "fp8e4nv"]}
 """Architectures, and the formats of codes that the kernels serve there."""
 
 
-def compiled(name: str, codes: str, target: GPUTarget) -> Any:
-    kernel, numbers, constants, num_warps = CASES[name]
+def compiled(name: str, codes: str, arch: str) -> Any:
+    kernel, constants, num_warps = CASES[name]
     if "STAGES" in constants:
         constants = constants | {"WEIGHT_LEFT": codes != "i8"}
-    signature = {**POINTERS, "codes": f"*{codes}", **dict.fromkeys(numbers, "i32")}
-    place = {parameter.name: (parameter.num,) for parameter in kernel.params}
-    source = ASTSource(
-        kernel,
-        signature | dict.fromkeys(constants, "constexpr"),
-        {place[name]: value for name, value in constants.items()},
-        {place[name]: [["tt.divisibility", 16]] for name in signature if name != "rows"},
-    )
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    types = POINTERS | {"codes": f"*{codes}"}
+    return ast_compiles.compiled(kernel, arch, types, constants, ("rows",), num_warps=num_warps)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("arch", "codes"), [(arch, codes) for arch, kinds in NVIDIA.items() for codes in kinds])
 def test_nvidia(name: str, arch: str, codes: str):
-    made = compiled(name, codes, GPUTarget("cuda", int(arch.removeprefix("sm")), 32))
+    made = compiled(name, codes, arch)
     ptx = made.asm["ptx"]
     assert ".local" not in ptx, "spills"
     assert "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx
@@ -55,7 +46,7 @@ def test_nvidia(name: str, arch: str, codes: str):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("arch", "codes"), [(arch, codes) for arch, kinds in AMD.items() for codes in kinds])
 def test_amd(name: str, arch: str, codes: str):
-    made = compiled(name, codes, GPUTarget("hip", arch, 64))
+    made = compiled(name, codes, arch)
     assembly = made.asm["amdgcn"]
     assert ".private_segment_fixed_size: 0" in assembly, "spills"
     assert "load_dwordx4" in assembly

@@ -12,9 +12,11 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in sorted((ROOT / "docs" / "extending").glob("*.md")) if path.name != "README.md"]
@@ -88,6 +90,14 @@ class Ran:
     command: str
     status: int
     text: str
+
+
+def run_in_one_process(folder: Path, commands: Iterable[str], **variables: str) -> list[Ran]:
+    """Results of commands run one after another in one process in a folder; llmtrain's through the function that
+    `python -m llmtrain.cli` calls. variables: of its environment."""
+    command = (sys.executable, "-m", "tests.support.contributing")
+    printed = output_of(*command, cwd=folder, given=json.dumps([*commands]), **variables)
+    return [Ran(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"command"')]
 
 
 def run(commands: list[str]) -> Iterator[Ran]:

@@ -5,10 +5,11 @@ import functools
 import gc
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 FURTHER = "LLMTRAIN_TESTS_FURTHER"
@@ -25,31 +26,16 @@ def run_interpreted(*operations: str, cases: str = "", timeout: float = 900) -> 
     files = [str(ROOT / "tests" / "numerics" / f"interpreted_{operation}.py") for operation in operations]
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
     chosen = ["-m", cases] if cases else os.environ.get(FURTHER, "").split()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, *chosen, *files],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout, done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, *chosen, *files]
+    printed = output_of(*command, cwd=ROOT, seconds=timeout, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert "skipped" not in printed, printed
 
 
 def compiled(program: str, *words: str) -> Any:
     """What a program that compiles kernels prints in its last line, as JSON, in a process in which Triton does not interpret."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    return json.loads(
+        output_of(sys.executable, "-c", program, *words, cwd=ROOT, CUDA_VISIBLE_DEVICES="").splitlines()[-1]
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @functools.cache

@@ -1,10 +1,12 @@
 """A small model sharded over the ranks of a test, and what to compare of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmtrain.checkpoint import save_load
 from llmtrain.checkpoint.retention import Retention
@@ -14,6 +16,7 @@ from llmtrain.models.hybrid import HybridLM
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
 from llmtrain.train.optim import build_optimizer
+from llmtrain.train.optimizers.host_state import HostState
 from llmtrain.train.parallel import parallelize
 from llmtrain.train.pipeline.schedule import PipelineStep
 from llmtrain.train.pipeline.stages import StagedLM, shared_gradients
@@ -71,6 +74,49 @@ def write(
     state = save_load.flat_state(model, optimizer)
     run = save_load.RunState(step, 0, config or {}, {}, {})
     return save_load.write(root, state, save_load.local_tensors(state), run, Retention(keep_last, keep_every))
+
+
+def state_after(config: Config, load: Path | None, save: Path | None, steps: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state after steps with given gradients, of which one parameter has none. load, save: a checkpoint
+    before, and after."""
+    model, optimizer = build(config)
+    optimizer.state.clear()
+    if config.optimizer.offload:
+        assert isinstance(optimizer, HostState)
+        optimizer.at_once = 700  # elements: several parameters of a tiny model, or one that is larger
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.01 * number)
+    if load is not None:
+        save_load.load(load, model, optimizer)
+    hooked = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    for step in range(steps):
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(1000 * (step + 10 * (load is not None)) + number)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            assert isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            if number == 3:
+                parameter.grad = None
+        optimizer.step()
+    if config.optimizer.type == "adamw":  # in a process with one of these too, the others call AdamW's hooked step
+        assert len(hooked) == steps
+    if save is not None:
+        write(save, model, optimizer, step=steps)
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"weight": parameter, **optimizer.state[parameter]}.items():
+            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """The same names, and tensors that are equal bit by bit."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

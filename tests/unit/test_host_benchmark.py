@@ -1,27 +1,18 @@
 """The host's time per operation, of launches that a stand-in for Triton's driver takes."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import output_of
+
 
 @pytest.mark.ci
 def test_without_a_gpu_it_counts_the_launches_of_a_forward_and_backward(tmp_path: Path):
-    command = [
-        "host",
-        "--only",
-        "norm",
-        "rotary",
-        "attention 8 on 2",
-        "--calls",
-        "50",
-        "--out",
-        str(tmp_path / "host.json"),
-    ]
-    subprocess.run([sys.executable, "-m", "benchmarks", *command], check=True, capture_output=True)
+    options = ("--only", "norm", "rotary", "attention 8 on 2", "--calls", "50", "--out", str(tmp_path / "host.json"))
+    output_of(sys.executable, "-m", "benchmarks", "host", *options)
     rows = {row["what"]: row for row in json.loads((tmp_path / "host.json").read_text())["rows"]}
     counts = {what: row["launches_count"] for what, row in rows.items()}
     # With the sums over programs: of the norm's gradients, and of those of keys that heads share.

@@ -1,8 +1,11 @@
 """Every module imports, and every name that is imported from one of ours exists, in functions too."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.support.processes import modules_after, output_of
 
 ROOT = Path(__file__).parents[2]
 OURS = ("llmtrain", "benchmarks", "scripts")
@@ -52,9 +55,8 @@ for path in files:
 def unimportable(root: Path, modules: list[str], files: list[str]) -> list[str]:
     """What fails, one line each, by one interpreter (importing torch and Composer takes longest). modules: dotted names.
     files: relative paths whose imports of our names are looked up without running them."""
-    command = [sys.executable, "-c", PROGRAM, ",".join(OURS), ",".join(modules), ",".join(files)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-    return done.stdout.splitlines() + ([done.stderr] if done.returncode else [])
+    command = (sys.executable, "-c", PROGRAM, ",".join(OURS), ",".join(modules), ",".join(files))
+    return output_of(*command, cwd=root).splitlines()
 
 
 def sources(*folders: str) -> list[str]:
@@ -69,6 +71,18 @@ def test_every_module_imports_and_every_imported_name_exists():
     assert (
         unimportable(ROOT, [name for name in modules if not name.endswith("__main__")], ours + sources("tests")) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("llmtrain.data.shards.checks", {"torch", "streaming", "numpy"}),
+        ("llmtrain.data.tokenize.encode, llmtrain.data.prepare", {"torch", "transformers"}),  # processes that prepare
+        ("llmtrain.eval.task, llmtrain.eval.report.gauntlet, llmtrain.eval.decontamination.decontaminate", {"torch"}),
+    ],
+)
+def test_what_needs_no_heavy_library_imports_none(modules, without):
+    assert not without & modules_after(f"import {modules}")
 
 
 def test_modules_and_names_that_do_not_exist_are_reported(tmp_path):

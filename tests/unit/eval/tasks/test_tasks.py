@@ -416,15 +416,6 @@ def test_generation_ends_where_the_convention_states(make, tokenizer):
         assert request == GenerateUntilRequest(0, tuple(tokenizer.encode("Name it")), stops, length)
 
 
-def test_tasks_know_nothing_of_torch():
-    import subprocess
-    import sys
-
-    modules = "llmtrain.eval.task, llmtrain.eval.report.gauntlet, llmtrain.eval.decontamination.decontaminate"
-    program = f"import sys, {modules}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
-
-
 def test_several_configurations_of_a_hub_data_set_are_read_in_order(monkeypatch):
     import datasets
 
