@@ -1,6 +1,5 @@
 """Tables of launch parameters, one file per architecture: the model of a row, reading and writing. No torch here."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.errors import UserError
 from llmtrain.kernels import row_tiles
 from llmtrain.kernels.attention import triton_launch as attention
@@ -261,9 +261,7 @@ def save(file: Path, arch: str, rows: list[Row], l2_budget: int | None = None) -
     )
     head = f"arch: {arch}\n" + (f"l2_budget: {budget}\n" if budget else "")
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(comment + head + "rows:\n" + "".join(map(dump_row, ordered)), encoding="utf-8")
-    temporary.replace(file)
+    replace_file(file, (comment + head + "rows:\n" + "".join(map(dump_row, ordered))).encode())
 
 
 def dump_row(row: Row) -> str:

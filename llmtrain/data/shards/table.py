@@ -7,7 +7,6 @@ index is a file in the machine's folder for temporary files, named by the hash o
 import contextlib
 import json
 import mmap
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, overload
 import xxhash
 
 from llmtrain.config.locks import locked, private_folder
+from llmtrain.config.output_folder import replace_file
 from llmtrain.config.regular_file import open_regular, parse_json
 from llmtrain.errors import UserError
 
@@ -141,13 +141,10 @@ def shared_table(index: bytes, read: Callable[[bytes], Iterator[dict[str, Any]]]
         with contextlib.suppress(OSError, ValueError):
             return _mapped(file)
         content = ShardTable.build(read(index), digest)
-        temporary = file.with_suffix(f".{os.getpid()}")
         try:
-            temporary.write_bytes(content)
-            temporary.replace(file)
+            replace_file(file, content)
             return _mapped(file)
         except OSError:  # a full disk
-            temporary.unlink(missing_ok=True)
             return ShardTable(memoryview(content))
 
 

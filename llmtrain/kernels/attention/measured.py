@@ -9,7 +9,6 @@ to another.
 import csv
 import functools
 import io
-import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from llmtrain.config.output_folder import replace_file
 from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.cells import Cell, Row
@@ -24,6 +24,7 @@ from llmtrain.kernels.attention.cost_model import CostModel
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.platform import DTYPES, Platform
 from llmtrain.kernels.tuning_table import read_bounded
+from llmtrain.tables import csv_text
 
 DEFAULT_SEQ_LEN = 4096
 """Length that is assumed where a model is built for no certain one."""
@@ -100,14 +101,10 @@ def save(file: Path, rows: Iterable[Row]) -> None:
     kept = {(row.cell, row.backend): row for row in (*read(file), *rows)}
     ordered = sorted(kept.values(), key=lambda row: (row.head_dim, row.label, row.n_heads, row.ms))
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as lines:
-        writer = csv.writer(lines, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Row))
-        for row in ordered:
-            values = (getattr(row, field.name) for field in fields(Row))
-            writer.writerow([int(value) if isinstance(value, bool) else value for value in values])
-    temporary.replace(file)
+    names = [field.name for field in fields(Row)]
+    lines = ([getattr(row, name) for name in names] for row in ordered)
+    plain = ([int(value) if isinstance(value, bool) else value for value in line] for line in lines)
+    replace_file(file, csv_text([names, *plain]).encode())
     forget()
 
 
