@@ -58,8 +58,14 @@ def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
 
 def _upcycling_problems(config: Config) -> Iterator[Problem]:
     """Layers of experts that would not compute at first what the dense ones did."""
-    assert config.init_from is not None
-    if not config.init_from.upcycle:
+    wanted = config.init_from
+    assert wanted is not None
+    if not wanted.upcycle:
+        for key in ("upcycle_noise", "upcycle_drop"):
+            if value := getattr(wanted, key):
+                yield Problem(
+                    f"init_from.{key}", value, "changes copies that there are not; set init_from.upcycle: true"
+                )
         return
     experts = {name: block.mlp for name, block in config.model.blocks.items() if isinstance(block.mlp, ExpertsSection)}
     if not experts:

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from llmtrain.checkpoint.format.divided_tensor import DividedTensor
 from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.save_load import flat_state, load_state, stack_of
+from llmtrain.checkpoint.upcycling import copy_to_experts
 from llmtrain.models.init import clean_name
-from llmtrain.models.slices import local_of
 from llmtrain.schema.init_from import InitialWeights
 
 _SHOWN = 8
@@ -48,10 +49,11 @@ def load_part(
     *,
     verify: bool,
     added: Collection[str] = (),
+    seed: int = 0,
 ) -> Loaded:
     """Load what is wanted into a model with fresh weights and an optimizer without state. Called by every rank.
 
-    added: names of parameters that the model has by `adapt`, and the checkpoint need not have.
+    seed: of what upcycling draws. added: names of parameters that the model has by `adapt`, and the checkpoint need not have.
 
     Raises CheckpointError, with every parameter that is missing or of another shape where `strict`, for a pattern that
     matches no parameter, and for an optimizer state that is not there.
@@ -73,7 +75,10 @@ def load_part(
         dense = f"model.{copied[name.removeprefix('model.')]}"
         whole = torch.empty(value.shape[1:])
         load_state(stack, {dense: whole}, verify=verify)
-        local_of(value).copy_(whole.expand(local_of(value).shape))
+        tensor, slices = (value.tensor, value.slices) if isinstance(value, DividedTensor) else (value, None)
+        own = name.removeprefix("model.")
+        d_ff = shapes[f"{own.rpartition('.')[0]}.w_out"][-1]
+        copy_to_experts(tensor, slices, whole, own, d_ff, wanted, seed)
     taken |= {name: shapes[name] for name in copied}
     if wanted.optimizer:
         # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.

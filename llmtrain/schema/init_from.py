@@ -1,12 +1,12 @@
 """The `init_from` section of the YAML: the weights that a run starts from. No torch here."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, GetJsonSchemaHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from llmtrain.config.base import Section
+from llmtrain.config.base import NonNegativeFloat, Section
 from llmtrain.config.texts import PathText
 
 
@@ -25,6 +25,10 @@ class InitialWeights(Section):
     upcycle: bool = False
     """The checkpoint's model has dense MLPs where this one has experts, whose first weights are copies of them (arXiv:2212.05055);
     routers start fresh."""
+    upcycle_noise: NonNegativeFloat = 0.0
+    """Standard deviation of random numbers that each expert's copy gets, over the root mean square of the matrix."""
+    upcycle_drop: Annotated[NonNegativeFloat, Field(lt=1)] = 0.0
+    """Share of each expert's hidden channels that start fresh, with the matrix's mean and standard deviation (arXiv:2502.19261)."""
 
     @property
     def is_whole(self) -> bool:

@@ -169,6 +169,7 @@ def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | No
             config.init_from,
             verify=config.checkpoint.verify,
             added=training.added,
+            seed=config.seed,
         )
         run_log.info(loaded.summary())
         beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])

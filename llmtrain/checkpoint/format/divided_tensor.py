@@ -15,7 +15,7 @@ class DividedTensor:
     """
 
     def __init__(self, tensor: Tensor, slices: Slices):
-        self.tensor, self.shape = tensor, slices.shape(tensor.shape)
+        self.tensor, self.slices, self.shape = tensor, slices, slices.shape(tensor.shape)
         self._boxes = {box.begin: box for box in boxes(tensor, slices)}
 
     def size(self) -> torch.Size:

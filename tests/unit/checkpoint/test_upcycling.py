@@ -48,12 +48,13 @@ def saved(config: ModelConfig, folder: Path) -> HybridLM:
     return model
 
 
-def upcycled(folder: Path, tmp_path: Path, **settings: Any) -> tuple[HybridLM, str]:
-    config = experts.config(bias=True, **settings)
+def upcycled(folder: Path, tmp_path: Path, more: Any = None, **settings: Any) -> tuple[HybridLM, str]:
+    """more: settings of init_from."""
+    config = experts.config(**{"bias": True, **settings})
     model = HybridLM(config, platform.cpu())
     model.init_weights(2)
     optimizer = build_optimizer(model, tiny_config(tmp_path, tmp_path).optimizer)
-    wanted = InitialWeights.model_validate({"path": str(folder), "upcycle": True})
+    wanted = InitialWeights.model_validate({"path": str(folder), "upcycle": True, **(more or {})})
     loaded = load_part(folder, manifests.read(folder), model, optimizer, wanted, verify=True)
     return model, loaded.summary()
 
@@ -68,6 +69,38 @@ def test_logits_at_first_are_those_of_the_dense_model(tmp_path, settings):
     assert float((found - expected).norm() / expected.norm()) < 1e-6
     assert "left fresh, 2 of the model: blocks.0.mlp.router.weight, blocks.1.mlp.router.weight" in said
     assert "skipped" not in said
+
+
+def test_copies_may_get_noise(tmp_path):
+    dense = saved(dense_config(), tmp_path / "dense").get_parameter("blocks.0.mlp.w_in.weight")
+    model, _ = upcycled(tmp_path / "dense", tmp_path, {"upcycle_noise": 0.25})
+    noise = (model.get_parameter("blocks.0.mlp.experts.w_in") - dense).detach()
+    assert float(noise.square().mean().sqrt() / dense.square().mean().sqrt()) == pytest.approx(0.25, rel=0.1)
+    assert float((noise[0] * noise[1]).mean()) < 0.1 * float(noise.square().mean())  # each expert's own
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_a_share_of_each_experts_channels_may_start_fresh(tmp_path, activation):
+    """Of a channel all its rows of the first matrix, its bias and its column of the second one; other ones in each expert."""
+    dense = saved(dense_config(activation), tmp_path / "dense")
+    model, _ = upcycled(tmp_path / "dense", tmp_path, {"upcycle_drop": 0.25}, activation=activation)
+    mlp: Any = dense.get_submodule("blocks.1.mlp")
+    made: Any = model.get_submodule("blocks.1.mlp.experts")
+    fresh = (made.w_out != mlp.w_out.weight).all(1)
+    assert torch.equal((made.w_out != mlp.w_out.weight).any(1), fresh) and fresh.sum(1).tolist() == [6, 6, 6, 6]
+    of_rows = fresh.repeat(1, 1 if activation == "relu2" else 2)
+    assert torch.equal((made.w_in != mlp.w_in.weight).all(2), of_rows)
+    assert torch.equal((made.w_in != mlp.w_in.weight).any(2), of_rows)
+    assert torch.equal(made.b_in != mlp.w_in.bias, of_rows) and bool((made.b_out == mlp.w_out.bias).all())
+    assert not torch.equal(fresh[0], fresh[1])
+    drawn, of = made.w_in[of_rows], mlp.w_in.weight
+    assert float(drawn.std()) == pytest.approx(float(of.std()), rel=0.15)
+
+
+def test_rejects_changes_of_copies_that_there_are_not():
+    wanted = InitialWeights.model_validate({"path": "x", "upcycle_noise": 0.1, "upcycle_drop": 0.5})
+    found: Any = SimpleNamespace(init_from=wanted, model=experts.config())
+    assert [one.path for one in _upcycling_problems(found)] == ["init_from.upcycle_noise", "init_from.upcycle_drop"]
 
 
 def test_rejects_a_dense_layer_of_another_width(tmp_path):
