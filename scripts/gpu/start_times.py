@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the shapes', for all")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:3], metavar="NAME")
-    parser.add_argument("--microbatch", nargs="+", choices=("fixed", "auto"), default=["fixed", "auto"])
+    parser.add_argument("--microbatch", nargs="*", choices=("fixed", "auto"), default=["fixed", "auto"])
     parser.add_argument("--starts", type=int, default=5, help="of each kind (default: %(default)s)")
     parser.add_argument("--cold", type=int, metavar="N", help="of these N, which at least 1 warm one needs")
     parser.add_argument(
