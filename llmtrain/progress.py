@@ -14,9 +14,9 @@ def format_bytes(nbytes: int) -> str:
 
 
 class Bar:
-    """A progress bar on standard error, of `total` steps, with the time left; silent when not `shown`."""
+    """A progress bar on standard error, of `total` steps, with the time left; silent when not `shown`. total: None: no task yet."""
 
-    def __init__(self, shown: bool, total: int, *columns: Any, **options: Any) -> None:
+    def __init__(self, shown: bool, total: int | None, *columns: Any, **options: Any) -> None:
         # rich is imported here: `llmtrain check` needs format_bytes, and answers in half a second without it.
         from rich.console import Console
         from rich.progress import Progress, TimeRemainingColumn
@@ -24,7 +24,8 @@ class Bar:
         self.shown = shown
         console = Console(stderr=True)
         self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, **options)
-        self._task = self._bar.add_task("", total=total)
+        if total is not None:
+            self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:
         self._bar.start()

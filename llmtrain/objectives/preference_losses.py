@@ -45,10 +45,6 @@ Loss = Callable[[Answers, PreferenceSection], Tensor]
 """-> loss of each pair, [pairs]."""
 
 
-def _sigmoid(of: Answers, to: PreferenceSection) -> Tensor:
-    return _smoothed(to.beta * _difference(of, to), to.label_smoothing)
-
-
 def _smoothed(x: Tensor, wrong: float) -> Tensor:
     """Cross entropy of a pair's order, which is wrong with this probability."""
     return -(1 - wrong) * F.logsigmoid(x) - wrong * F.logsigmoid(-x)
@@ -58,10 +54,6 @@ def _difference(of: Answers, to: PreferenceSection) -> Tensor:
     """d, [pairs]; with normalize_length of means over tokens."""
     chosen, rejected = (of.ratio / of.tokens if to.normalize_length else of.ratio).unbind(1)
     return chosen - rejected
-
-
-def _hinge(of: Answers, to: PreferenceSection) -> Tensor:
-    return torch.relu(1 - to.beta * _difference(of, to))
 
 
 def _robust(of: Answers, to: PreferenceSection) -> Tensor:
@@ -110,10 +102,10 @@ def _log_complement(log_p: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda of, to: _smoothed(to.beta * _difference(of, to), to.label_smoothing),
     "ipo": _ipo,
     "ipo_sum": _ipo_sum,
-    "hinge": _hinge,
+    "hinge": lambda of, to: torch.relu(1 - to.beta * _difference(of, to)),
     "robust": _robust,
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,

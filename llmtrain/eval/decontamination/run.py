@@ -1,7 +1,5 @@
 """`llmtrain decontaminate`: the documents of tasks that occur in the training data."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -20,6 +18,7 @@ from llmtrain.eval.report.gauntlet import load_gauntlet
 from llmtrain.eval.run_config import load_eval_run, task_runs
 from llmtrain.eval.tasks.sources import open_mds
 from llmtrain.logs import log
+from llmtrain.progress import Bar
 from llmtrain.tables import markdown_table
 
 _WHOLE = 0.8
@@ -102,31 +101,20 @@ def _tokenizer(name: str | None, sources: Sequence[tuple[Path, bool]]) -> TextTo
     return tokenizer
 
 
-class _Bars:
+class _Bars(Bar):
     """Progress bars on a terminal, one per source, with counts of samples and tokens."""
 
     def __init__(self, sources: Sequence[tuple[Path, bool]]):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        super().__init__(sys.stderr.isatty(), None, TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         self._sources = sources
-        self._current: Any = None
         self.samples = self.tokens = 0
-
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._bars.disable:  # it would end with an empty line
-            self._bars.stop()
 
     def watch(self, tokenizer: TextTokenizer, text_key: str) -> Iterator[Sample]:
         """All samples of all sources. Raises EvalError for a source that has none, and for ids of another tokenizer."""
         for path, is_shards in self._sources:
-            self._current = self._bars.add_task(str(path), total=None)
+            self._task = self._bar.add_task(str(path), total=None)
             before = self.samples
             for sample in mds_samples(path, tokenizer) if is_shards else text_samples([path], tokenizer, text_key):
                 if len(sample.ids) and (largest := sample.ids.max()) >= tokenizer.vocab_size:
@@ -141,7 +129,7 @@ class _Bars:
                 raise EvalError(f"{path} is empty: there is nothing to compare the tasks with")
 
     def progress(self, done: int, total: int) -> None:
-        self._bars.update(self._current, completed=done, total=total)
+        self._bar.update(self._task, completed=done, total=total)
 
 
 def _content(overlaps: Sequence[Overlap], data: Sequence[str], n: int, read: _Bars) -> dict[str, Any]:

@@ -12,7 +12,7 @@ is a token's loss; gspo takes for rho the geometric mean of an answer's ratios (
     dr_grpo      sum over tokens / (answers * most tokens of an answer) (Liu et al., arXiv:2503.20783)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -36,9 +36,6 @@ class PolicyLoss:
     kl: KLEstimator = "k3"
     kl_ratio: bool = True
     max_new_tokens: int = 0
-
-    def with_divergence(self, beta: float, kl: KLEstimator, kl_ratio: bool) -> "PolicyLoss":
-        return replace(self, beta=beta, kl=kl, kl_ratio=kl_ratio)
 
 
 def advantages(rewards: Tensor, scale: Scale = "group", eps: float = 1e-4) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """A policy that learns by rewards: the loss of answers that were drawn and rewarded before the step (train/rollouts)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -70,7 +70,7 @@ class Policy(Objective):
     def settings(self) -> PolicyLoss:
         of, kl = self.section, self.section.kl
         made = PolicyLoss(of.loss, of.clip_low, of.clip_high, max_new_tokens=of.max_new_tokens)
-        return made if kl is None else made.with_divergence(kl.beta, kl.estimator, kl.importance)
+        return made if kl is None else replace(made, beta=kl.beta, kl=kl.estimator, kl_ratio=kl.importance)
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         if ADVANTAGE not in batch:
