@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from llmtrain.distributed.world import LISTENER, World, host_name, launched_by_a_launcher
-from llmtrain.errors import RunError
+from llmtrain.errors import RunError, first_line
 
 _ANSWER_SECONDS = 5.0
 """Time for messages of the other ranks after the deadline."""
@@ -69,7 +69,7 @@ def _await_listener(address: str, port: int, patience: float) -> None:
 def _unreached(address: str, port: int, patience: float, error: Exception) -> RunError:
     return RunError(
         f"preflight: rank {os.environ['RANK']} on {host_name()} does not reach rank 0 at {address}:{port} in "
-        f"{patience:g} s ({str(error).splitlines()[0][:200]}): that node is not there, or MASTER_ADDR is wrong"
+        f"{patience:g} s ({first_line(error)[:200]}): that node is not there, or MASTER_ADDR is wrong"
     )
 
 

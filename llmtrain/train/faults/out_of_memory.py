@@ -2,7 +2,7 @@
 
 import torch
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.flops.units import binary
 from llmtrain.plan.automatic import resolve_auto
 from llmtrain.plan.candidates import ADVISED
@@ -25,7 +25,7 @@ def explain(
     sizes = parameter_sizes(config)
     config = resolve_auto(config, sizes, world_size, local_size, available).config
     # torch's message goes on with how much is in use, and with advice about its allocator.
-    first = str(error).strip().splitlines()[0].split(". GPU ")[0].rstrip(".")
+    first = first_line(error).split(". GPU ")[0].rstrip(".")
     estimate = estimate_memory(config, sizes, world_size)
     lines = [f"{first}: the GPU has {binary(available)}. By the estimate of `llmtrain describe` the run takes"]
     lines += [f"  {binary(size):>10}  {name}" for name, size in _parts(estimate)]
