@@ -39,6 +39,12 @@ def add_serve(commands) -> None:
         "--prefix-mib", type=float, default=0.0, metavar="X", help="memory for beginnings of prompts; default 0: none"
     )
     sub.add_argument(
+        "--keys-mib",
+        type=float,
+        metavar="X",
+        help="keys and values in pages; default: those of --rows times --max-len tokens",
+    )
+    sub.add_argument(
         "--deterministic", action="store_true", help="each request in passes of its own: the same bits in any company"
     )
     sub.add_argument("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request; default 4 MiB")
@@ -52,7 +58,7 @@ def add_serve(commands) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     require(args, "port", least=0, most=65535)
-    require(args, "prefix_mib", "max_waiting", "wait_seconds", "drain_seconds", least=0, most=10**6)
+    require(args, "prefix_mib", "keys_mib", "max_waiting", "wait_seconds", "drain_seconds", least=0, most=10**6)
     require(args, "rows", least=1, most=10**6)
     require(args, "max_len", "piece", least=1, most=10**8)
     require(args, "max_body", least=1, most=1 << 40)
@@ -81,6 +87,7 @@ def run_serve(args: argparse.Namespace) -> int:
             max_len=max_len,
             piece=args.piece,
             prefix_bytes=round(args.prefix_mib * 2**20),
+            key_bytes=None if args.keys_mib is None else round(args.keys_mib * 2**20),
             deterministic=args.deterministic,
         )
         if model.device.type == "cuda":

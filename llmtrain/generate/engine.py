@@ -22,6 +22,7 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.generate.decoding import prefill
 from llmtrain.generate.options import Sampling
+from llmtrain.generate.pages import PagedSlots
 from llmtrain.generate.prefixes import PrefixCache
 from llmtrain.generate.sampling import Draws, on_device, sample
 from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
@@ -72,6 +73,11 @@ class Request:
     """What `take` raised, which ended the answer as a cancellation does."""
 
     @property
+    def tokens_at_most(self) -> int:
+        """Of the prompt and the answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]
 
@@ -90,7 +96,8 @@ class Engine:
     piece: tokens of a prompt read in one pass; default PIECE. prompt_tokens: about the number of prompt tokens per step while
     others are being answered; default what one pass reads. prefix_bytes: memory for beginnings of prompts, 0 for none. Keys, values
     and states take rows * max_len slots of memory from the start (`nbytes`), so that what was admitted fits; short prompts that are
-    read together take up to PROMPTS_TOGETHER rows of TOGETHER (or a piece of) slots in all beside them.
+    read together take up to PROMPTS_TOGETHER rows of TOGETHER (or a piece of) slots in all beside them. key_bytes: keys and values
+    take these instead, in pages, each request as many as it can need: rows may be many more (generate/pages.py).
     ahead: read tokens on before the host has seen them; default on a GPU. Raises UserError when the model's learned positions end
     before max_len.
     """
@@ -104,6 +111,7 @@ class Engine:
         piece: int | None = None,
         prompt_tokens: int | None = None,
         prefix_bytes: int = 0,
+        key_bytes: int | None = None,
         deterministic: bool = False,
         ahead: bool | None = None,
     ):
@@ -113,7 +121,14 @@ class Engine:
         self.prompt_tokens = prompt_tokens or (self.together if kind == "cuda" else self.piece)
         self.deterministic = deterministic
         self.ahead = not deterministic and (model.device.type == "cuda" if ahead is None else ahead)
-        self.slots: Slots = (SeparateSlots if deterministic else SharedSlots)(model, rows, max_len)
+        if key_bytes is None:
+            self.slots: Slots = (SeparateSlots if deterministic else SharedSlots)(model, rows, max_len)
+        elif deterministic:
+            raise UserError(
+                "keys in pages are read in passes of all requests; with deterministic, leave their memory out"
+            )
+        else:
+            self.slots = PagedSlots(model, rows, max_len, key_bytes)
         self.prefixes = PrefixCache(prefix_bytes, self.piece) if prefix_bytes else None
         self.waiting: deque[Request] = deque()
         self.live: list[_Active] = []
@@ -143,7 +158,7 @@ class Engine:
         wrong = next((one for one in request.prompt if not 0 <= one < vocab_size), None)
         if wrong is not None:
             raise UserError(f"token {wrong} is outside the model's vocabulary of {vocab_size}")
-        total = len(request.prompt) + request.max_new_tokens
+        total = request.tokens_at_most
         if total > self.max_len:
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {total}; there is room for "
@@ -239,7 +254,7 @@ class Engine:
 
     def _read_prompts(self) -> None:
         budget = self.prompt_tokens
-        while len(self.live) < self.rows and (self._reading or self.waiting) and budget > 0:
+        while budget > 0 and (self._reading or self._room()):
             idle = not self.live
             if self._reading is None and self._begin_held():
                 continue
@@ -249,12 +264,18 @@ class Engine:
                 read = self._read_piece()
             budget -= 0 if idle else read
 
+    def _room(self) -> int:
+        """Number of the waiting requests in front that can be answered beside those that are."""
+        waiting = itertools.islice(self.waiting, self.rows - len(self.live))
+        totals = [request.tokens_at_most for request in waiting]
+        return min(self.slots.room(totals), len(totals)) if totals else 0
+
     def _begin_held(self) -> bool:
         """Begin the requests in front whose prompts are held. Returns True if there were any."""
         if self._held is None:
             return False
-        (rows, logits, cache), taken = self._held, list[Request]()
-        while self.waiting and len(taken) < self.rows - len(self.live) and tuple(self.waiting[0].prompt) in rows:
+        (rows, logits, cache), taken, room = self._held, list[Request](), self._room()
+        while len(taken) < room and tuple(self.waiting[0].prompt) in rows:
             taken.append(self.waiting.popleft())
         if taken:
             active = [_Active(request, self._draws(request), len(request.prompt)) for request in taken]
@@ -265,7 +286,7 @@ class Engine:
         """Read prompts of the requests in front together: as many as fit into this many tokens, padding included, and one at least.
         Returns the number of tokens."""
         rows, longest = dict[tuple[int, ...], int](), 0
-        for request in itertools.islice(self.waiting, self.rows - len(self.live)):
+        for request in itertools.islice(self.waiting, self._room()):
             prompt = tuple(request.prompt)
             wide = max(longest, len(prompt))
             if len(prompt) >= self.piece or (rows and prompt not in rows and wide * (len(rows) + 1) > most):
@@ -305,7 +326,8 @@ class Engine:
         ended = set(self._draw(rows, logits[list(of)]))
         stay = [at for at in range(len(rows)) if at not in ended]
         if stay:
-            self.slots.join(cache, [of[at] for at in stay], [rows[at].read for at in stay])
+            totals = [rows[at].request.tokens_at_most for at in stay]
+            self.slots.join(cache, [of[at] for at in stay], [rows[at].read for at in stay], totals)
             self.live += [rows[at] for at in stay]
         else:
             self.slots.discard(cache)

@@ -5,7 +5,7 @@ before it. So each step is the step of a batch, with the same kernels and CUDA g
 values and states. When the slots run out, all rows are moved to the left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from llmtrain.generate.decoding import DecodeStep
 from llmtrain.generate.sampling import on_device
-from llmtrain.models.cache import Cache
+from llmtrain.kernels.launch import cdiv
+from llmtrain.models.cache import PAGE_SLOTS, Cache
 from llmtrain.models.causal_lm import CausalLM
 
 SPARE_SLOTS = 64
@@ -31,8 +32,12 @@ class Slots(Protocol):
 
     def discard(self, cache: Cache) -> None: ...
 
-    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add rows of a cache, of so many tokens each, as the last ones. The reader has one."""
+    def room(self, totals: Iterable[int]) -> int:
+        """Number of the requests in front that can join now. totals: tokens of each, prompt and answer."""
+        ...
+
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int], totals: Sequence[int]) -> None:
+        """Add rows of a cache, of so many tokens each, as the last ones. The reader has one. totals: as for `room`."""
         ...
 
     def leave(self, row: int) -> None: ...
@@ -54,9 +59,12 @@ class Slots(Protocol):
 class SharedSlots:
     """Slots that are read together, in one pass per step. Raises UserError where learned positions end before max_len."""
 
-    def __init__(self, model: CausalLM, rows: int, max_len: int):
+    def __init__(self, model: CausalLM, rows: int, max_len: int, pages: int | None = None):
+        """pages: of the cache, which a subclass assigns to rows."""
         self.model, self.count = model, rows
-        self.cache = model.empty_cache(rows, max_len + max(SPARE_SLOTS, max_len // 4), longest=max_len)
+        capacity = max_len + max(SPARE_SLOTS, max_len // 4)
+        capacity = capacity if pages is None else cdiv(capacity, PAGE_SLOTS) * PAGE_SLOTS
+        self.cache = model.empty_cache(rows, capacity, max_len, pages)
         self.prompt = model.empty_cache(1, max_len)
         self.first: list[int] = []
         self.steps: dict[int, DecodeStep] = {}
@@ -70,7 +78,10 @@ class SharedSlots:
     def discard(self, cache: Cache) -> None:
         pass
 
-    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
+    def room(self, totals: Iterable[int]) -> int:
+        return self.count - len(self.first)
+
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int], totals: Sequence[int]) -> None:
         row, longest = len(self.first), max(lengths)
         assert row + len(of) <= self.count, "no row is free"
         if not self.first:
@@ -78,12 +89,11 @@ class SharedSlots:
         elif longest > self.cache.length:
             self._move(longest - self.cache.length)
         end, read = self.cache.length, cache.length
+        self._begin([end - length for length in lengths], totals)
         some = torch.tensor(of, device=self.model.device) if len(of) > 1 else slice(of[0], of[0] + 1)
         # What is in the slots before a row's tokens is never seen.
         parts = slice(end - longest, end), slice(read - longest, read)
         self.cache.copy_rows(slice(row, row + len(of)), cache, some, *parts)
-        self.first += [end - length for length in lengths]
-        self.cache.first[row : row + len(of)] = torch.tensor(self.first[row:], dtype=torch.int32)
 
     def leave(self, row: int) -> None:
         last = len(self.first) - 1
@@ -126,6 +136,11 @@ class SharedSlots:
     def nbytes(self) -> int:
         return self.cache.nbytes + self.prompt.nbytes
 
+    def _begin(self, firsts: Sequence[int], totals: Sequence[int]) -> None:
+        """Add rows that begin at these slots."""
+        self.cache.first[len(self.first) : len(self.first) + len(firsts)] = on_device(firsts, self.model.device)
+        self.first += firsts
+
     def _move(self, by: int) -> None:
         """Move all rows by a number of slots."""
         begin, end = min(self.first), self.cache.length
@@ -160,7 +175,10 @@ class SeparateSlots:
     def discard(self, cache: Cache) -> None:
         self.free.append(cache)
 
-    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int]) -> None:
+    def room(self, totals: Iterable[int]) -> int:
+        return len(self.caches) - len(self.live)
+
+    def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int], totals: Sequence[int]) -> None:
         self.live.append(cache)
 
     def leave(self, row: int) -> None:

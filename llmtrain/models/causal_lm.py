@@ -94,8 +94,8 @@ class CausalLM(nn.Module):
         wide = self.hybrid.platform.sums_products_in_fp32
         return label_likelihoods(hidden, head, labels, softcap, tokens, self.hybrid.ranks, wide)
 
-    def empty_cache(self, batch: int, capacity: int, longest: int | None = None) -> Cache:
-        return Cache(self.hybrid, batch, capacity, longest)
+    def empty_cache(self, batch: int, capacity: int, longest: int | None = None, pages: int | None = None) -> Cache:
+        return Cache(self.hybrid, batch, capacity, longest, pages)
 
     def replays(self) -> bool:
         """True if a mixer has no cache of its own, and reads everything again for each token: nothing is gained by sharing."""

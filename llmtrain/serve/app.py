@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import secrets
 import time
@@ -205,7 +206,8 @@ class Server:
         engine, waiting = self.worker.engine, self.worker.waiting
         if len(requests) > self.limits.waiting + engine.rows:
             raise UserError(f"{len(requests)} answers asked for; at most {self.limits.waiting + engine.rows} can wait")
-        if waiting + len(requests) > self.limits.waiting + engine.rows - len(engine.live):
+        like_these = itertools.cycle(request.tokens_at_most for request in requests)
+        if waiting + len(requests) > self.limits.waiting + engine.slots.room(like_these):
             raise RefusedError(429, f"{waiting} requests are waiting; try again later")
         self.answering += 1
         ends = ["cancelled"] * len(

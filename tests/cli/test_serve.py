@@ -70,6 +70,11 @@ def test_rejects_what_it_cannot_serve(model, tmp_path, capsys):
         ([str(model), "--max-waiting", "9" * 24], "expected at most 1000000"),
         ([str(model), "--max-body", "9" * 24], "expected at most 1099511627776"),
         ([str(model), "--max-len", "9" * 24], "expected at most 100000000"),
+        (
+            [str(model), "--keys-mib", "0.01", "--max-len", "64"],
+            "0.0 MiB hold keys of 0 tokens in pages of 32; a request of 64",
+        ),
+        ([str(model), "--keys-mib", "1", "--deterministic"], "with deterministic, leave their memory out"),
         ([str(model), "--max-len", "100000000", "--rows", "1000000"], "no memory for --rows 1000000 of --max-len 1000"),
     ]
     for arguments, message in cases:

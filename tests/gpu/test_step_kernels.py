@@ -47,6 +47,14 @@ def test_attention(spec, dtype, relative):
         assert_close(ours[row], exact[row], relative)
 
 
+@pytest.mark.parametrize("spec", cases(steps.ATTENTION, "mha", "gqa", "everything-gqa"))
+def test_attention_through_a_table_of_pages_is_the_same_in_every_bit(spec):
+    inputs = steps.attention_inputs(spec, 1088, 999, [0, 31, 700, 999], torch.bfloat16, "cuda")
+    paged, table = steps.in_pages(inputs, 32)
+    step = built("attention_step", spec, torch.bfloat16)
+    assert torch.equal(step(*paged, pages=table[:, :34].contiguous()), step(*inputs))
+
+
 @pytest.mark.parametrize("spec, batch", cases(LARGE, "batch 64, gqa", "batch 600, no splits"))
 def test_attention_of_large_batches(spec, batch):
     first = [row % 50 for row in range(batch)]

@@ -56,6 +56,17 @@ def test_attention_of_a_row_without_slots_is_zero(name, capacity):
     assert_attends(steps.ATTENTION[name], MANY, capacity, 3, [0, 4])
 
 
+@pytest.mark.parametrize("name", ["mha", "everything", "gqa-80", "sinks-window-gqa", "mqa-40-heads"])
+@pytest.mark.parametrize("size", [8, 32])
+def test_attention_through_a_table_of_pages_is_the_same_in_every_bit(name, size):
+    inputs = steps.attention_inputs(steps.ATTENTION[name], 100, 75, [0, 31, 75], torch.float32)
+    kernel = TritonAttentionStep(steps.ATTENTION[name], MANY)
+    kernel.slots = 16
+    paged, table = steps.in_pages(inputs, size)
+    kernel.splits = lambda batch, capacity: 2  # they go by the capacity, which is that of whole pages
+    assert torch.equal(kernel(*paged, pages=table), kernel(*inputs))
+
+
 def test_attention_in_fp16():
     spec = steps.ATTENTION["alibi-gqa"]
     inputs = steps.attention_inputs(spec, 100, 75, [0, 31], torch.float16)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.generate import slots
+from llmtrain.errors import UserError
+from llmtrain.generate import pages, slots
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.engine import Engine, Request
 from llmtrain.generate.sampling import Sampling
 from llmtrain.kernels import platform
+from llmtrain.models.cache import PAGE_SLOTS
 from llmtrain.models.causal_lm import CausalLM
 from tests.support import gated_conv
 from tests.support.models import ATTENTION, MAMBA, MODELS, VOCAB, build
@@ -108,6 +110,41 @@ def test_requests_that_come_and_go_get_what_each_gets_alone(model, monkeypatch):
     for ahead in (False, True):
         requests = made(8, seed=4, ends=frozenset())
         assert answered(model, requests, rows=3, prompt_tokens=20, ahead=ahead) == expected
+    assert min(moves) < 0 < max(moves)
+
+
+def test_keys_in_pages_give_what_each_gets_alone(model, monkeypatch):
+    """In the memory of two requests of the greatest length, with rows for eight."""
+    per_token = model.empty_cache(1, 2).nbytes - model.empty_cache(1, 1).nbytes
+    bound = (2 * pages.most_pages(MAX_LEN) + 1) * PAGE_SLOTS * per_token
+    if not per_token:
+        with pytest.raises(UserError, match="keeps no keys"):
+            Engine(model, key_bytes=1 << 20)
+        return
+    moves: list[int] = []
+    move = pages.PagedSlots._move
+    monkeypatch.setattr(pages.PagedSlots, "_move", lambda self, by: (moves.append(by), move(self, by)))
+    made_of = lambda: made(12, seed=4, ends=frozenset())  # noqa: E731
+    expected = [alone(model, request) for request in made_of()]
+    for ahead in (False, True):
+        engine = Engine(model, max_len=MAX_LEN, piece=16, rows=8, prompt_tokens=20, ahead=ahead, key_bytes=bound)
+        slots = engine.slots
+        assert isinstance(slots, pages.PagedSlots)
+        whole, most = sorted(slots.free), 0
+        requests = made_of()
+        first = min(requests, key=lambda one: len(one.prompt) - one.max_new_tokens)  # the others begin further on
+        engine.submit(first)
+        rest = [one for one in requests if one is not first]
+        while rest or engine.busy:
+            engine.step()
+            for _ in range(min(len(rest), 2)):
+                engine.submit(rest.pop(0))
+            most = max(most, len(engine.live))
+            taken = [page for row in slots.pages for page in row]
+            assert len(engine.live) == len(slots.pages) and sorted(slots.free + taken) == whole
+        assert [request.ids for request in requests] == expected
+        assert 2 < most < 8, "more than rows of the greatest length, and no more than fit"
+        assert slots.cache.table is not None and not slots.cache.table.any()
     assert min(moves) < 0 < max(moves)
 
 

@@ -33,6 +33,14 @@ def test_attention_is_the_last_row_of_attention_over_the_sequence(spec, position
         torch.testing.assert_close(ours[row], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mha", "everything-gqa", "sinks"])
+def test_attention_through_a_table_of_pages(name):
+    step = built("attention_step", steps.ATTENTION[name])
+    inputs = steps.attention_inputs(steps.ATTENTION[name], 70, 60, [0, 5, 60], torch.float32)
+    paged, table = steps.in_pages(inputs, 16)
+    torch.testing.assert_close(step(*paged, pages=table), step(*inputs), atol=1e-6, rtol=1e-6)
+
+
 def test_attention_of_a_row_without_slots_is_zero():
     spec = steps.ATTENTION["gqa"]
     out = built("attention_step", spec)(*steps.attention_inputs(spec, 8, 3, [0, 4], torch.float32))

@@ -24,17 +24,20 @@ from llmtrain.kernels.ssd.spec import SSDSpec
 
 @dataclass(frozen=True)
 class Case:
-    """fields: of the operation's spec; capacity: slots of the cache."""
+    """fields: of the operation's spec; capacity: slots of the cache. page: slots of a page, where it has some."""
 
     operation: str
     fields: dict[str, Any]
     batch: int
     capacity: int
+    page: int | None = None
 
 
-def _attention(head_dim: int, group: int = 1, batch: int = 1, capacity: int = 1920, **more: Any) -> Case:
+def _attention(
+    head_dim: int, group: int = 1, batch: int = 1, capacity: int = 1920, page: int | None = None, **more: Any
+) -> Case:
     fields = {"n_heads": 8 * group, "n_kv_heads": 8, "head_dim": head_dim, "scale": 0.1, **more}
-    return Case("attention_step", fields, batch, capacity)
+    return Case("attention_step", fields, batch, capacity, page)
 
 
 def _tree(head_dim: int, group: int = 1, **more: Any) -> Case:
@@ -69,6 +72,10 @@ CASES = {
     "gqa, 256, fp32": _attention(256, 4, dtype="float32"),
     "everything, 5 heads to one, 224": _attention(224, 5, **_EVERYTHING),
     "everything, 40 heads to one, 256": _attention(256, 40, **_EVERYTHING),
+    "128, pages": _attention(128, batch=64, page=32),
+    "gqa, 64, pages": _attention(64, 4, 64, 16384, 32),
+    "gqa, 128, pages": _attention(128, 4, 64, 16384, 32),
+    "everything, 5 heads to one, 224, pages": _attention(224, 5, page=32, **_EVERYTHING),
     "64 x 128": _ssd(64, 128, 64),
     "64 x 64": _ssd(64, 64),
     "tree, 64": _tree(64),
@@ -145,9 +152,14 @@ class Steps:
         build = importlib.import_module(f"llmtrain.kernels.{family}.step_triton").build
         if family == "attention":
             spec = AttentionSpec(**fields)
-            cache = half(batch, spec.n_kv_heads, self.case.capacity, spec.head_dim)
+            count, size, pages = batch, self.case.capacity, None
+            if self.case.page is not None:
+                pages = empty(batch, size // self.case.page, dtype=torch.int32)
+                count, size = pages.numel() + 1, self.case.page
+            cache = half(count, spec.n_kv_heads, size, spec.head_dim)
             position, first = empty(1, dtype=torch.int64), empty(batch, dtype=torch.int32)
-            build(spec, self.where, "")(half(batch, spec.n_heads, spec.head_dim), cache, cache, position, first)
+            q = half(batch, spec.n_heads, spec.head_dim)
+            build(spec, self.where, "")(q, cache, cache, position, first, pages=pages)
         elif family == "ssd":
             spec = SSDSpec(**fields)
             heads, shared = empty(spec.n_heads), half(batch, spec.n_groups, spec.d_state)

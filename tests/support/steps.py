@@ -62,6 +62,24 @@ def attention_inputs(
     )
 
 
+def in_pages(inputs: tuple[Tensor, ...], size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The inputs with caches in pages of some slots each, and the table of each row's, in no order. Pages that hold nothing that a
+    row may see, and page 0, are NaN; the table has further columns."""
+    q, k, v, position, first, *sinks = inputs
+    batch, count = k.shape[0], -(-k.shape[2] // size)
+    numbers = 1 + torch.randperm(batch * count, generator=torch.Generator().manual_seed(size)).view(batch, count)
+    table = torch.zeros(batch, count + 2, dtype=torch.int32)
+    table[:, :count] = numbers
+
+    def paged(cache: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(cache, (0, 0, 0, count * size - cache.shape[2]), value=float("nan"))
+        made = cache.new_full((1 + batch * count, cache.shape[1], size, cache.shape[3]), float("nan"))
+        made[numbers.to(cache.device)] = padded.unflatten(2, (count, size)).transpose(1, 2)
+        return made
+
+    return (q, paged(k), paged(v), position, first, *sinks), table.to(q.device)
+
+
 def ssd_inputs(spec: SSDSpec, batch: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """x, dt, A, B, C, D, dt_bias, state. x, B and C are slices of one row, as after a projection, and dt of another.
 

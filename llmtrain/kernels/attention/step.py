@@ -22,18 +22,28 @@ class ReferenceAttentionStep:
         self.slopes = Slopes(spec)
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        position: Tensor,
+        first: Tensor,
+        sinks: Tensor | None = None,
+        pages: Tensor | None = None,
     ) -> Tensor:
         """softmax(softcap(scale * q k^T) - slope * (position - slot)) v over the slots that a row may see.
 
         q: [batch, n_heads, head_dim]; k_cache: [batch, n_kv_heads, capacity, head_dim], v_cache: [batch, n_kv_heads, capacity,
         width], the new token's key and value included; position: one integer on the device, the slot of the new token; first:
         [batch], each row's first valid slot. All other slots may hold anything, NaN included. sinks: [n_heads], a further score of
-        each head.
+        each head. pages: [batch, n], the caches are pages of some slots each, [page, n_kv_heads, slots, width], and these are a
+        row's, in order.
 
         Returns [batch, n_heads, width]; zeros for a row that may see no slot.
         """
         spec = self.spec
+        if pages is not None:
+            k_cache, v_cache = (side_by_side(cache, pages, 2) for cache in (k_cache, v_cache))
         slots = torch.arange(k_cache.shape[2], device=q.device)
         distance = position - slots
         hidden = (distance < 0) | (slots < first[:, None])  # [batch, capacity]
@@ -56,6 +66,12 @@ class ReferenceAttentionStep:
         # A weight of zero is not enough: 0 * NaN is NaN.
         v = v_cache.masked_fill(hidden[:, None, :, None], 0.0)
         return (weights.to(v.dtype) @ v).flatten(1, 2)
+
+
+def side_by_side(entries: Tensor, pages: Tensor, dim: int) -> Tensor:
+    """A copy of each row's pages one behind the other: entries [page, …, slots, …], of which dim is that of the slots, pages
+    [batch, n] -> [batch, …, n * slots, …]."""
+    return entries[pages].movedim(1, dim).flatten(dim, dim + 1)
 
 
 class Slopes:

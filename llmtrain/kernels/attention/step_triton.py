@@ -4,6 +4,8 @@ The slots of a row are split over several programs ("flash-decoding", Dao et al.
 softmax over its share; a second kernel merges the shares. The slots that the row may see at this position are split, not
 the capacity: all programs stay busy while the cache fills, and no other slot is read.
 
+The caches may be pages of PAGE slots each: the table `pages` names those of a row.
+
 A head_dim that is no power of two is padded to one in registers; the padding is masked, hence not read. So are slots
 that a row may not see. (Two tiles, 160 = 128 + 32, were compiled: their layouts differ, and each step of the loop then
 waits at barriers that bring the scores of the two together.)
@@ -41,7 +43,8 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> TritonAttent
 
 
 class TritonAttentionStep:
-    """The signature of ReferenceAttentionStep. The caches are contiguous; q may have strides but for its last dim."""
+    """The signature of ReferenceAttentionStep. The caches are contiguous; q may have strides but for its last dim, pages between
+    its rows."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
         self.spec, self.slopes, self.num_sms = spec, Slopes(spec), platform.num_sms
@@ -67,12 +70,21 @@ class TritonAttentionStep:
         return min(wanted, cdiv(capacity, _MIN_SLOTS), _MAX_SPLITS)
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, first: Tensor, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        position: Tensor,
+        first: Tensor,
+        sinks: Tensor | None = None,
+        pages: Tensor | None = None,
     ) -> Tensor:
         spec = self.spec
-        batch, capacity = q.shape[0], k_cache.shape[2]
+        batch, slots = q.shape[0], k_cache.shape[2]
+        capacity = slots if pages is None else slots * pages.shape[1]
         assert q.shape == (batch, spec.n_heads, spec.head_dim) and q.stride(2) == 1
-        assert k_cache.shape == v_cache.shape == (batch, spec.n_kv_heads, capacity, spec.head_dim)
+        assert k_cache.shape == v_cache.shape == (k_cache.shape[0], spec.n_kv_heads, slots, spec.head_dim)
+        assert k_cache.shape[0] == batch if pages is None else pages.shape[0] == batch and pages.stride(1) == 1
         assert k_cache.is_contiguous() and v_cache.is_contiguous() and first.is_contiguous()
         assert k_cache.dtype == v_cache.dtype == q.dtype
         assert capacity * spec.head_dim < 1 << 31, "offsets inside a head are 32 bits wide"
@@ -85,9 +97,11 @@ class TritonAttentionStep:
             parts = torch.empty(batch, spec.n_heads, splits, spec.head_dim, dtype=torch.float32, device=q.device)
             weights = torch.empty(batch, spec.n_heads, splits, dtype=torch.float32, device=q.device)
         sinks = None if sinks is None else sinks.float()
-        inputs = (q, k_cache, v_cache, position, first, self.slopes.on(q.device), sinks, parts, weights)
-        sizes = (q.stride(0), q.stride(1), capacity, spec.scale, spec.softcap)
+        inputs = (q, k_cache, v_cache, position, first, pages, self.slopes.on(q.device), sinks, parts, weights)
+        between = capacity if pages is None else pages.stride(0)
+        sizes = (q.stride(0), q.stride(1), between, spec.scale, spec.softcap)
         fixed = {
+            "PAGE": None if pages is None else slots,
             "WINDOW": spec.sliding_window,
             "N_HEADS": spec.n_heads,
             "HEAD_DIM": spec.head_dim,
@@ -112,9 +126,9 @@ class TritonAttentionStep:
 
 @triton.jit
 def _one_head(
-    q, k_cache, v_cache, position, first, slopes, sinks, parts, weights, q_row, q_head, capacity, scale, softcap,
-    WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    q, k_cache, v_cache, position, first, pages, slopes, sinks, parts, weights, q_row, q_head, between, scale, softcap,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query head, one share of its own keys and values. Program (row * n_heads + head, split).
 
@@ -130,8 +144,9 @@ def _one_head(
     q_in = tl.load(q + row * q_row + head * q_head + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
     acc = tl.zeros((SLOTS, COLUMNS), tl.float32)
     slope = 0.0 if slopes is None else tl.load(slopes + head)
-    k_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
-    v_cache += row_head.to(tl.int64) * capacity * HEAD_DIM
+    own = row_head.to(tl.int64) * between * HEAD_DIM if PAGE is None else head * PAGE * HEAD_DIM
+    k_cache += own
+    v_cache += own
     # Below every score, and finite: -inf - -inf would be NaN.
     row_max = tl.full((SLOTS,), -1e38, tl.float32)
     row_sum = tl.zeros((SLOTS,), tl.float32)
@@ -143,8 +158,9 @@ def _one_head(
     for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
-        k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
-        v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        places = _offsets(pages, row * between, slots, valid, N_HEADS, PAGE, HEAD_DIM)
+        k = _tile(k_cache, places, column, valid, HEAD_DIM, COLUMNS)
+        v = _tile(v_cache, places, column, valid, HEAD_DIM, COLUMNS)
         score = tl.sum(q_in[None, :] * k.to(tl.float32), 1)
         score = tl.where(valid, _change(score, scale, softcap, slopes, slope, newest - slots), float("-inf"))
         new_max = tl.maximum(row_max, score)
@@ -165,9 +181,10 @@ def _one_head(
 
 @jit
 def _grouped(
-    q, k_cache, v_cache, position, first, slopes, sinks, parts, weights, q_row, q_head, capacity, scale, softcap,
-    WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_cache, v_cache, position, first, pages, slopes, sinks, parts, weights, q_row, q_head, between, scale, softcap,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query heads that share a key head (HEADS of them at a time), one share of its keys and values.
 
@@ -188,8 +205,9 @@ def _grouped(
     q_in = tl.load(q + row * q_row + heads[:, None] * q_head + column[None, :], mask=stored, other=0.0)
     acc = tl.zeros((HEADS, COLUMNS), tl.float32)
     slope = 0.0 if slopes is None else tl.load(slopes + heads, mask=exists, other=0.0)[:, None]
-    k_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
-    v_cache += row_kv.to(tl.int64) * capacity * HEAD_DIM
+    own = row_kv.to(tl.int64) * between * HEAD_DIM if PAGE is None else kv_head * PAGE * HEAD_DIM
+    k_cache += own
+    v_cache += own
     row_max = tl.full((HEADS,), -1e38, tl.float32)
     row_sum = tl.zeros((HEADS,), tl.float32)
     if sinks is not None:
@@ -199,8 +217,9 @@ def _grouped(
     for start in tl.range(begin, end, SLOTS, num_stages=NUM_STAGES):
         slots = start + tl.arange(0, SLOTS)
         valid = slots < end
-        k = _tile(k_cache, slots, column, valid, HEAD_DIM, COLUMNS)
-        v = _tile(v_cache, slots, column, valid, HEAD_DIM, COLUMNS)
+        places = _offsets(pages, row * between, slots, valid, N_HEADS // GROUP, PAGE, HEAD_DIM)
+        k = _tile(k_cache, places, column, valid, HEAD_DIM, COLUMNS)
+        v = _tile(v_cache, places, column, valid, HEAD_DIM, COLUMNS)
         score = tl.dot(q_in, tl.trans(k), input_precision=PRECISION)
         score = _change(score, scale, softcap, slopes, slope, (newest - slots)[None, :])
         score = tl.where(valid[None, :], score, float("-inf"))
@@ -250,12 +269,23 @@ def _share(newest, first, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SLO
 
 
 @triton.jit
-def _tile(cache, slots, columns, valid, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def _offsets(
+    pages, row, slots, valid, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Where the keys of slots begin, from where a head begins in the row's cache or in its pages. row: of the table."""
+    if PAGE is not None:
+        page = tl.load(pages + row + slots // PAGE, mask=valid, other=0).to(tl.int64)
+        slots = page * (KV_HEADS * PAGE) + slots % PAGE
+    return slots * HEAD_DIM
+
+
+@triton.jit
+def _tile(cache, offsets, columns, valid, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """[slots, columns] of one head's cache; zeros, not read, where a slot is not valid."""
     mask = valid[:, None]
     if COLUMNS > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
-    return tl.load(cache + slots[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
+    return tl.load(cache + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

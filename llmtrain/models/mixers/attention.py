@@ -301,11 +301,11 @@ class AttentionCache(MixerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor, span: Span) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k, v: [batch, T, n_kv_heads, head_dim]; sinks: [n_heads] -> like q."""
-        self.k.index_copy_(2, span.slots, k.transpose(1, 2))
-        self.v.index_copy_(2, span.slots, v.transpose(1, 2))
+        span.keep(self.k, 2, k)
+        span.keep(self.v, 2, v)
         seq_len = q.shape[1]
         if seq_len == 1:
-            return self.step(q[:, 0], self.k, self.v, span.slots, span.first, *sinks)[:, None]
+            return self.step(q[:, 0], self.k, self.v, span.slots, span.first, *sinks, pages=span.pages)[:, None]
         spec = self.mixer.spec
         if span.start == 0:
             q, k, v = (span.to_front(t) for t in (q, k, v))

@@ -51,10 +51,6 @@ class MixerCache(ABC):
         self.map(lambda tensor, dim: (found.append((tensor, dim)), tensor)[1])
         return found
 
-    def rows(self, rows: slice) -> Self:
-        """A view of some rows, which shares their memory."""
-        return self.map(lambda tensor, _: tensor[rows])
-
     def take(self, rows: Tensor, capacity: int) -> Self:
         """A copy of some rows, which may repeat, with room for `capacity` tokens."""
 

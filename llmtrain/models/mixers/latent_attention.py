@@ -169,10 +169,10 @@ class LatentCache(MixerCache):
     def read(self, q: Tensor, latents: Tensor, span: Span) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; latents: [batch, T, kv_rank + rope_dim] -> [batch, T, n_heads, value_dim]."""
         mixer, seq_len = self.mixer, q.shape[1]
-        self.latents.index_copy_(2, span.slots, latents[:, None])
+        span.keep(self.latents, 2, latents[:, :, None])
         if seq_len == 1:
             values = self.latents[..., : mixer.block.kv_rank]
-            out = self.step(mixer.absorb(q[:, 0]), self.latents, values, span.slots, span.first)
+            out = self.step(mixer.absorb(q[:, 0]), self.latents, values, span.slots, span.first, pages=span.pages)
             return mixer.values_of(out)[:, None]
         if span.start == 0:
             q, latents = span.to_front(q), span.to_front(latents)

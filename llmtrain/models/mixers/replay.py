@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.attention.step import side_by_side
 from llmtrain.models.mixers.base import Mixer, MixerCache
 from llmtrain.models.mixers.span import Span
 
@@ -41,7 +42,9 @@ class Replay:
         span, inputs = self.span, self.cache.inputs
         if span.start:
             _warn(type(mixer).__name__)
-        inputs.index_copy_(1, span.slots, x)
+        span.keep(inputs, 1, x)
+        if span.pages is not None:
+            inputs = side_by_side(inputs, span.pages, 1)
         batch, capacity = inputs.shape[:2]
         key = (type(mixer), mixer.context_key)
         context = span.memoize(key, lambda: mixer.prepare(capacity, x.device, None))

@@ -16,12 +16,14 @@ class Span:
 
     slots: [T], where they go in the cache. first: [batch], each row's first slot that is not padding.
     start: tokens read before. padded: whether some of the tokens are padding, which only the first span has.
+    pages: [batch, n], the numbers of each row's pages, in order, where what tokens have is kept in pages (Cache).
     """
 
     slots: Tensor
     first: Tensor
     start: int
     padded: bool
+    pages: Tensor | None = None
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def memoize(self, key: Any, make: Callable[[], T_]) -> T_:
@@ -29,6 +31,16 @@ class Span:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def keep(self, entries: Tensor, dim: int, values: Tensor) -> None:
+        """Write what the tokens have into the memory of a cache. entries: a tensor whose slots are along dim; values: [batch, T,
+        …], the rest as in entries."""
+        if self.pages is None:
+            entries.index_copy_(dim, self.slots, values.movedim(1, dim))
+        else:
+            size, pages = entries.shape[dim], self.pages
+            page = self.memoize("page", lambda: pages[:, self.slots // size])
+            entries.movedim(dim, 1)[page, self.slots % size] = values
 
     @property
     def positions(self) -> Tensor:

@@ -160,6 +160,24 @@ def test_memory_is_fixed_and_prefixes_keep_to_theirs(model):
     assert made.nbytes == before + made.prefixes.nbytes
 
 
+def test_keys_in_pages_admit_by_what_fits_and_in_order(model):
+    """At equal memory, short requests beside a limit of 160 tokens; a long one is not overtaken."""
+    rows, per_token = 4, model.empty_cache(1, 2).nbytes - model.empty_cache(1, 1).nbytes
+    equal = rows * 160 * per_token
+    made = engine(model, rows=64, max_len=160, key_bytes=equal)
+    assert made.slots.nbytes <= equal + 160 * per_token + 65 * (model.empty_cache(1, 1).nbytes - per_token)
+    short = [made.submit(Request([at + 1, 2], 20, GREEDY)) for at in range(30)]
+    made.step()
+    assert 2 * rows < len(made.live) < 30
+    long, last = made.submit(Request([3] * 100, 60, GREEDY)), made.submit(Request([4], 1, GREEDY))
+    while made.busy:
+        made.step()
+        assert last.end is None or long.tokens
+    assert all(len(one.ids) == 20 for one in short) and len(long.ids) == 60
+    with pytest.raises(UserError, match="hold keys of 160 tokens in pages of 32; a request of 160 needs"):
+        engine(model, max_len=160, key_bytes=160 * per_token)
+
+
 def test_prefixes_end_before_the_last_token_and_forget_the_longest_unused(model):
     cache = model.empty_cache(1, 40)
     kept = PrefixCache(1 << 20, 8)
