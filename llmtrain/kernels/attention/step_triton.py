@@ -52,6 +52,7 @@ class TritonAttentionStep:
         self.group = spec.n_heads // spec.n_kv_heads
         self.options = dict((_ONE_HEAD if self.group == 1 else _GROUPED)[vendor])
         self.num_stages, tile = self.options.pop("num_stages"), self.options.pop("tile")
+        self.paged_stages = self.num_stages + (vendor == "nvidia")  # one is that of the table
         if spec.dtype == "float32":
             tile //= 2
             if self.group > 1:
@@ -108,7 +109,7 @@ class TritonAttentionStep:
             "COLUMNS": self.columns,
             "SLOTS": self.slots,
             "SPLITS": splits,
-            "NUM_STAGES": self.num_stages,
+            "NUM_STAGES": self.num_stages if pages is None else self.paged_stages,
         }
         if self.group == 1:
             _one_head[batch * spec.n_heads, splits](*inputs, *sizes, **fixed, **self.options)
