@@ -52,7 +52,8 @@ class TritonAttentionStep:
         self.group = spec.n_heads // spec.n_kv_heads
         self.options = dict((_ONE_HEAD if self.group == 1 else _GROUPED)[vendor])
         self.num_stages, tile = self.options.pop("num_stages"), self.options.pop("tile")
-        self.paged_stages = self.num_stages + (vendor == "nvidia")  # one is that of the table
+        # Triton counts the table's load in the distance of those of keys and values: as many tiles in flight as without.
+        self.paged_stages = self.num_stages + 2 * (vendor == "nvidia" and self.group > 1)
         if spec.dtype == "float32":
             tile //= 2
             if self.group > 1:
