@@ -74,7 +74,7 @@ class Request:
 
     @property
     def tokens_at_most(self) -> int:
-        """Of the prompt and the answer."""
+        """Number of tokens of the prompt and the answer."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
