@@ -274,7 +274,7 @@ def _share(newest, first, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SLO
 def _offsets(
     pages, row, slots, valid, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Offsets of the keys of slots, from the head in the row's cache or in the first page. row: where its pages begin in the table."""
+    """Offsets of the keys of slots from the head in the row's cache, or in page 0. row: where its pages begin in the table."""
     if PAGE is not None:
         page = tl.load(pages + row + slots // PAGE, mask=valid, other=0).to(tl.int64)
         slots = page * (KV_HEADS * PAGE) + slots % PAGE
