@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.cli.test_train import LAUNCHERS, command, wait_for
-from tests.support.project import LLMTRAIN, Project, living, stop
+from tests.support.project import LLMTRAIN, Project, living
 from tests.support.slurm import Cluster
 
 ENDLESS = {"train.duration": "100000 steps", "checkpoint.interval": "50000 steps", "schedule.type": "constant"}
@@ -26,14 +26,11 @@ def steps(project: Project) -> int:
 def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
     project.write(ENDLESS)
     how = LAUNCHERS[launcher]() if launcher in LAUNCHERS else [*LLMTRAIN, "train"]
-    process = project.start([*how, "run.yaml"])
-    try:
+    with project.running(project.start([*how, "run.yaml"])) as process:
         wait_for(lambda: steps(project) > 3)
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=110)  # less than the 120 s after which it would end anyway
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     if launcher != "torchrun":  # which reports the signal
         assert process.returncode == 143
         assert "Traceback" not in text
@@ -58,14 +55,11 @@ def test_a_preempted_run_saves_and_goes_on(ranks, project, launcher):
 def test_ctrl_c_saves_and_ends_with_130(project, arguments):
     """A terminal sends it to every process of the command: the launcher, the ranks, and the workers that read data."""
     project.write(ENDLESS)
-    process = project.start_warm("train", "run.yaml", *arguments, own_session=True)
-    try:
+    with project.running(project.start_warm("train", "run.yaml", *arguments, own_session=True)) as process:
         wait_for(lambda: steps(project) > 3)
         os.killpg(process.pid, signal.SIGINT)
         text, _ = process.communicate(timeout=110)
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 130, text
     [name] = project.checkpoints()
     assert text.count("Ctrl-C: saving after this step, within 120 s; a second one ends at once") == 1
@@ -80,15 +74,12 @@ def test_ctrl_c_saves_and_ends_with_130(project, arguments):
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
 def test_a_signal_during_the_start_is_143_as_well(project, arguments):
     """Composer, whose import is the longest part of the start, would make it 1."""
-    process = project.start([*LLMTRAIN, "train", "run.yaml", *arguments])
-    try:
+    with project.running(project.start([*LLMTRAIN, "train", "run.yaml", *arguments])) as process:
         wait_for(lambda: any(has_torch(pid) for pid in living(project.folder) if arguments == [] or pid != process.pid))
         time.sleep(3)
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=110)
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 143, text
     assert text == "SIGTERM: ending; there is nothing to save\n"
     assert not (project.run_dir / "lock.json").exists()
@@ -98,15 +89,12 @@ def test_a_signal_during_the_start_is_143_as_well(project, arguments):
 def test_a_signal_to_one_rank_reaches_all(project):
     """A job manager that drains one node of many signals that node alone."""
     project.write(ENDLESS)
-    process = project.start([*LLMTRAIN, "train", "--nproc", "2", "run.yaml"])
-    try:
+    with project.running(project.start([*LLMTRAIN, "train", "--nproc", "2", "run.yaml"])) as process:
         wait_for(lambda: steps(project) > 3)
         children = [pid for pid in living(project.folder) if pid != process.pid]
         one = next(pid for pid in children if b"\0RANK=1\0" in environment(pid))
         os.kill(one, signal.SIGTERM)
         text, _ = process.communicate(timeout=110)
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 143
     [name] = project.checkpoints()
     assert f"saved step {int(name[5:])}" in text and "Traceback" not in text
@@ -116,23 +104,19 @@ def test_a_signal_to_one_rank_reaches_all(project):
 def test_a_slurm_job_saves_before_its_time_limit_and_goes_on_when_it_is_started_again(project):
     project.write(ENDLESS | {"train.microbatch_size": 4})
     cluster = Cluster(project.folder, real_torchrun=True)
-    process = cluster.start("run.yaml")
-    try:
+    with project.running(cluster.start("run.yaml")) as process:
         wait_for(lambda: steps(project) > 3)
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=110)
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     [name] = project.checkpoints()
     step = int(name[5:])
     assert f"SIGTERM: saved step {step}" in text, text
     assert cluster.calls.splitlines()[-2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
-    process = cluster.start("run.yaml", f"train.duration={step + 3} steps", SLURM_RESTART_COUNT="1")
-    try:
+    with project.running(
+        cluster.start("run.yaml", f"train.duration={step + 3} steps", SLURM_RESTART_COUNT="1")
+    ) as process:
         text, _ = process.communicate(timeout=110)
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 0, text
     assert f"(step {step} of {step + 3})" in text
 
@@ -150,16 +134,13 @@ def environment(pid: int) -> bytes:
 
 def test_a_run_whose_folder_is_renamed_reports_it_and_saves_nothing_under_the_old_name(project):
     project.write(ENDLESS | {"checkpoint.interval": "4 steps"})
-    process = project.start_warm("train", "run.yaml")
     renamed = project.folder / "renamed"
-    try:
+    with project.running(project.start_warm("train", "run.yaml")) as process:
         wait_for(lambda: (project.run_dir / "checkpoints" / "step-00000004").exists())
         project.run_dir.rename(renamed)
         time.sleep(3)  # some saves
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=110)
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 1
     assert f"{project.run_dir} was renamed to {renamed} while the run works in it: give it its name back" in text
     assert "Traceback" not in text and not project.run_dir.exists()

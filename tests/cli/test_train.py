@@ -21,7 +21,7 @@ import torch
 from llmtrain.cli import main
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import free_port
-from tests.support.project import LLMTRAIN, Project, copy_of, living, seconds_of_children, stop
+from tests.support.project import LLMTRAIN, Project, copy_of, living, seconds_of_children
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train.py")
 
@@ -296,8 +296,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 400) -> Any:
 def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project, stages):
     steps = {"train.duration": "100000 steps", "checkpoint.interval": "5 steps", "checkpoint.keep_last": 2}
     project.write(steps | {"train.parallel.pipeline": stages})
-    process = project.start_warm("train", "run.yaml", "--nproc", "2")
-    try:
+    with project.running(project.start_warm("train", "run.yaml", "--nproc", "2")) as process:
         wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)
         os.kill(rank_process(process.pid, project.folder, 1), signal.SIGKILL)
         began = time.monotonic()
@@ -305,8 +304,6 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
         assert time.monotonic() - began < 200  # the ranks would wait for each other for longer
         assert process.returncode == 128 + signal.SIGKILL
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     # On a busy machine, a save that the next one waited for is reported too.
     *warnings, error = [
         line
@@ -328,13 +325,10 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project
 @pytest.mark.ci
 def test_a_killed_rank_starts_again_from_the_newest_checkpoint(project):
     project.write({"train.duration": "60 steps", "checkpoint.interval": "5 steps"})
-    process = project.start_warm("train", "run.yaml", "--nproc", "2", "--max-restarts", "1")
-    try:
+    with project.running(project.start_warm("train", "run.yaml", "--nproc", "2", "--max-restarts", "1")) as process:
         wait_for((project.run_dir / "checkpoints" / "step-00000010").exists)
         os.kill(rank_process(process.pid, project.folder, 1), signal.SIGKILL)
         text, _ = process.communicate(timeout=400)
-    finally:
-        stop(process, project.folder)
     assert process.returncode == 0, text
     assert "rank 1 was killed by SIGKILL" in text and "start again, from the newest checkpoint (1 of 1)" in text
     assert "resumed from" in text and "tiny: 60 steps" in text
@@ -352,12 +346,9 @@ def test_a_rank_that_fails_is_reported_once(project, launcher):
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     streams = {f"data.{split}.streams.text.local": str(shards) for split in ("train", "validation")}
     project.write(streams | {"data.num_workers": 1})
-    process = project.start([*LAUNCHERS[launcher](), "run.yaml"])
-    try:
+    with project.running(project.start([*LAUNCHERS[launcher](), "run.yaml"])) as process:
         text, _ = process.communicate(timeout=400)
         assert living(project.folder) == []
-    finally:
-        stop(process, project.folder)
     assert process.returncode == (2 if launcher == "llmtrain" else 1)
     assert text.count("its xxh64 is not the one in the index") == 1, text
     ours = text.partition("ChildFailedError")[0] if launcher == "torchrun" else text  # it adds a report of its own

@@ -1,6 +1,7 @@
 """Every family against its class in transformers: logits, every gradient, decoding, padding, and back to the same bits."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -55,21 +56,19 @@ def test_through_folders(name, number, tmp_path):
         hf.assert_export_loads(peer.family, ours, theirs, case, tmp_path / "ours", peer.other)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+def padding_apart(name: str, case: hf.Case, side: str) -> float:
+    theirs = PEERS[name].made(case)
+    return hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, side)
+
+
 @hf.every_case(["llama", "mpt"], range(6))
-def test_padding(name, number, side):
-    peer = PEERS[name]
-    case = peer.case(number)
-    theirs = peer.made(case)
-    assert hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, side) < hf.TOLERANCE
+def test_padding_on_the_left(name, number):
+    assert padding_apart(name, PEERS[name].case(number), "left") < hf.TOLERANCE
 
 
-@hf.every_case(["mamba2", "zamba2"], range(8))
-def test_padding_on_the_right_of_scans(name, number):
-    peer = PEERS[name]
-    case = peer.case(number)
-    theirs = peer.made(case)
-    assert hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, "right") < hf.TOLERANCE
+@hf.every_case(["llama", "mpt", "mamba2", "zamba2"], range(8))
+def test_padding_on_the_right(name, number):
+    assert padding_apart(name, PEERS[name].case(number), "right") < hf.TOLERANCE
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -77,27 +76,17 @@ def test_padding_on_the_right_of_scans(name, number):
 def test_padding_on_the_left_of_scans(name, number, biased):
     """With a bias the classes are wrong: they zero padding before in_proj, whose bias then fills the convolution's window
     where a row of its own has zeros before it. Ours agrees with the row alone, so the two must differ."""
-    peer = PEERS[name]
-    case = peer.case(number)
-    setattr(case.config, "use_bias" if peer is MAMBA2 else "add_bias_linear", biased)
-    theirs = peer.made(case)
-    apart = hf.padding_apart(hf.ours_in_memory(theirs), theirs, case, "left")
+    case = PEERS[name].case(number)
+    setattr(case.config, "use_bias" if name == "mamba2" else "add_bias_linear", biased)
+    apart = padding_apart(name, case, "left")
     assert apart > 1e-3 if biased else apart < hf.TOLERANCE
 
 
 @pytest.mark.parametrize("format", ["bin", "safetensors"])
 def test_as_mamba_ssm_publishes_it(tmp_path, format):
     """The config, the tensors' names and the padded vocabulary of state-spaces/mamba2-130m, smaller."""
-    config = Mamba2Config(
-        vocab_size=64,
-        hidden_size=16,
-        num_heads=4,
-        head_dim=8,
-        n_groups=1,
-        state_size=128,
-        num_hidden_layers=3,
-        tie_word_embeddings=True,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 128}
+    config = Mamba2Config(vocab_size=64, num_hidden_layers=3, tie_word_embeddings=True, **sizes)
     peer = MAMBA2.made(hf.Case(config, 2, 21, seed=5))
     published = {
         "d_model": 16,
@@ -171,37 +160,23 @@ def test_refusals_of_nemotron_h(change, message):
         NEMOTRON_H.family.read_config(given)
 
 
-def test_more_copies_than_uses():
-    """The class makes only as many shared blocks as are used."""
-    config = Zamba2Config(
-        vocab_size=hf.VOCAB,
-        hidden_size=16,
-        num_hidden_layers=3,
-        layers_block_type=["linear_attention", "hybrid", "hybrid"],
-        n_mamba_heads=4,
-        num_attention_heads=2,
-        num_mem_blocks=5,
-        adapter_rank=3,
-    )
-    case = hf.Case(config, 2, 9, seed=3)
+SHARED = {"hidden_size": 16, "num_attention_heads": 2, "num_mem_blocks": 5, "adapter_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [(["linear_attention", "hybrid", "hybrid"], SHARED), (["linear_attention"] * 2, {"hidden_size": 32})],
+    ids=["more copies than uses", "no hybrid layer"],
+)
+def test_shared_blocks_of_which_some_or_all_have_no_use(layers, sizes):
+    """The class makes only as many as are used."""
+    layout: dict[str, Any] = {"num_hidden_layers": len(layers), "layers_block_type": layers, "n_mamba_heads": 4}
+    case = hf.Case(Zamba2Config(vocab_size=hf.VOCAB, **layout, **sizes), 2, 9, seed=3)
     peer = ZAMBA2.made(case)
     ours = hf.ours_in_memory(peer)
     hf.assert_same_function(ZAMBA2.family, ours, peer, case)
-    hf.assert_back_is_equal(ZAMBA2.family, ours, peer, case, ZAMBA2.other | {"num_mem_blocks"})
-
-
-def test_no_hybrid_layer():
-    config = Zamba2Config(
-        vocab_size=hf.VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        layers_block_type=["linear_attention"] * 2,
-        n_mamba_heads=4,
-    )
-    case = hf.Case(config, 2, 9, seed=3)
-    peer = ZAMBA2.made(case)
-    ours = hf.ours_in_memory(peer)
-    hf.assert_same_function(ZAMBA2.family, ours, peer, case)
+    if "hybrid" in layers:
+        hf.assert_back_is_equal(ZAMBA2.family, ours, peer, case, ZAMBA2.other | {"num_mem_blocks"})
 
 
 @pytest.mark.parametrize(

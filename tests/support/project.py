@@ -8,13 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support.tiny import tiny_settings
 from tests.support.warm_command import WarmCommand
 
 LLMTRAIN = [sys.executable, "-m", "llmtrain.cli"]
+Process = TypeVar("Process", subprocess.Popen[str], WarmCommand)
 
 
 class Project:
@@ -46,24 +48,26 @@ class Project:
 
     def run(self, *command: str, timeout: float = 600) -> tuple[int, str]:
         """(exit status, everything printed)."""
-        process = self.start(list(command))
-        try:
+        with self.running(self.start(list(command))) as process:
             text, _ = process.communicate(timeout=timeout)
-        finally:
-            stop(process, self.folder)
         return process.returncode, text
 
     def llmtrain(self, *arguments: str, timeout: float = 600) -> tuple[int, str]:
         """(exit status, everything printed) of `llmtrain ARGUMENTS` in a process that need not import Composer."""
-        process = self.start_warm(*arguments)
-        try:
+        with self.running(self.start_warm(*arguments)) as process:
             text, _ = process.communicate(timeout)
-        finally:
-            stop(process, self.folder)
         return process.wait(), text
 
     def start_warm(self, *arguments: str, own_session: bool = False) -> WarmCommand:
         return WarmCommand(self.folder, *arguments, own_session=own_session)
+
+    @contextlib.contextmanager
+    def running(self, process: Process) -> Iterator[Process]:
+        """A command that ends with this block, and whatever it started."""
+        try:
+            yield process
+        finally:
+            stop(process, self.folder)
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())

@@ -2,8 +2,10 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from llmtrain.kernels import refusals, registry, tuning, tuning_table
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -230,6 +232,18 @@ GOOD = {
 }
 
 
+def refusal_of(file: Path, text: str) -> str:
+    """The error of a table of this text."""
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        tuning_table.load(file, "sm90")
+    return str(caught.value)
+
+
+def refusal_of_rows(file: Path, *rows: dict) -> str:
+    return refusal_of(file, yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [*rows]}))
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -264,13 +278,8 @@ GOOD = {
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, change, words):
-    import yaml
-
-    file = tmp_path / "bad.yaml"
-    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [GOOD, {**GOOD, **change}]}))
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(file, "sm90")
-    assert str(caught.value).startswith(f"{file}: row 2") and words in str(caught.value)
+    message = refusal_of_rows(tmp_path / "t", GOOD, {**GOOD, **change})
+    assert message.startswith(f"{tmp_path / 't'}: row 2") and words in message
 
 
 SSD = {"kernel": "ssd", "shape": {"head_dim": 64, "d_state": 64}}
@@ -360,27 +369,17 @@ def a_scan(**changes) -> dict:
     ],
 )
 def test_rejects_parameters_by_which_a_kernel_would_compute_wrongly(tmp_path, change, words):
-    import yaml
-
-    file = tmp_path / "bad.yaml"
-    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": [{**GOOD, **change}]}))
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(file, "sm90")
-    kernel = {**GOOD, **change}["kernel"]
-    assert str(caught.value).startswith(f"{file}: row 1 ({kernel}): launch: ") and words in str(caught.value)
+    row = {**GOOD, **change}
+    message = refusal_of_rows(tmp_path / "t", row)
+    assert message.startswith(f"{tmp_path / 't'}: row 1 ({row['kernel']}): launch: ") and words in message
 
 
 def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
-    import yaml
-
-    file = tmp_path / "bad.yaml"
     rows = [{**GOOD, "dtype": "bf16", "seq_len": 0}, GOOD, {**GOOD, "launch": {"block_m": 0, "warps": 4}}]
-    file.write_text(yaml.safe_dump({"arch": "sm90", "l2_budget": 1, "rows": rows}))
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(file, "sm90")
-    lines = str(caught.value).splitlines()
-    assert [line.partition(" (")[0] for line in lines] == [f"{file}: row {n}" for n in (1, 1, 3, 3, 3, 3)]
-    assert "'num_warps' is missing" not in str(caught.value)  # its old name is there, and reported
+    message = refusal_of_rows(tmp_path / "t", *rows)
+    found = [line.partition(" (")[0] for line in message.splitlines()]
+    assert found == [f"{tmp_path / 't'}: row {n}" for n in (1, 1, 3, 3, 3, 3)]
+    assert "'num_warps' is missing" not in message  # its old name is there, and reported
 
 
 def test_rejects_old_names_of_a_scans_parameters_with_the_new_ones(tmp_path):
@@ -414,10 +413,7 @@ def test_rejects_old_names_of_a_scans_parameters_with_the_new_ones(tmp_path):
     ],
 )
 def test_rejects_what_is_no_table_in_one_line_with_its_place(tmp_path, text, words):
-    (tmp_path / "t").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(tmp_path / "t", "sm90")
-    message, file = str(caught.value), tmp_path / "t"
+    message, file = refusal_of(tmp_path / "t", text), tmp_path / "t"
     assert message.startswith((f"{file}: ", f"cannot read the tuning table {file}: "))
     assert words in message and "\n" not in message
 
@@ -441,27 +437,12 @@ CHAIN = "".join(f"- &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(2000))
         ("rows: [" + "1," * 200_000 + "]", "more than 200,000 values, aliases (*) included"),
         ("# " + "x" * (4 << 20), "longer than 4,194,304 bytes"),
     ],
-    ids=[
-        "brackets",
-        "closed brackets",
-        "braces",
-        "aliases of aliases",
-        "chain of aliases",
-        "alias of itself",
-        "values",
-        "bytes",
-    ],
+    ids=str.split("brackets closed-brackets braces aliases-of-aliases chain-of-aliases alias-of-itself values bytes"),
 )
 def test_rejects_a_file_that_would_exhaust_the_stack_or_memory(tmp_path, text, words):
-    (tmp_path / "t").write_text(text)
-    with pytest.raises(ValueError) as caught:
-        tuning_table.load(tmp_path / "t", "sm90")
-    message = str(caught.value)
-    assert (
-        message.startswith(f"cannot read the tuning table {tmp_path / 't'}: ")
-        and words in message
-        and len(message) < 300
-    )
+    message = refusal_of(tmp_path / "t", text)
+    assert message.startswith(f"cannot read the tuning table {tmp_path / 't'}: ") and words in message
+    assert len(message) < 300
 
 
 def test_reads_anchors_and_aliases(tmp_path):

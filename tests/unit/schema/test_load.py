@@ -244,191 +244,75 @@ def test_ranks_must_share_the_batch_evenly(load, world_size, message):
     assert found == [] if message is None else message in found[0]
 
 
-ATTENTION = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: attention, n_heads: 4, backend: triton}")
+ATTENTION = "model.blocks.m={type: attention, n_heads: 4, backend: triton}"
+EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 12, top_k: 2, d_ff: 64}"
+BALANCED = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, balance: {%s}}"
+HYBRID = "train.sharding={strategy: hybrid, shard_size: %d}"
+BATCH, SHARD = "train.global_batch_size", "train.sharding.shard_size"
+# Settings beside those of GOOD, ranks, and the message: it is of the first setting, unless another is named.
+RANKS = {
+    ("train.parallel.context=4", 6): "must divide the number of ranks (6)",
+    ("train.parallel.context=4", 12, BATCH): "3 groups of 4 ranks x microbatch_size 8",
+    ("train.parallel.context=200", 200): "cuts data.seq_len = 256 into 400 parts",
+    ("train.parallel.context=2", HYBRID % 3, 6): "must divide train.sharding.shard_size (3)",
+    ("train.parallel.context=2", ATTENTION, "model.blocks.m.sliding_window=64", 2): "block m: attention backend 'triton'",
+    ("train.parallel.tensor=2", 3): "must divide the number of ranks (3)",
+    ("train.parallel={tensor: 2, context: 2}", 6): "between 4 ranks, which must divide",
+    ("train.parallel.async_tensor=on", 2): "no effect with tensor: 1",
+    ("train.parallel.async_tensor=on", "train.parallel.tensor=2", "train.compile=off", 2): "needs train.compile: auto or on",
+    ("train.parallel.tensor=7", 7): "cannot divide vocab_size = ",
+    ("optimizer.type=muon", "train.parallel.tensor=2", 2): "whole matrices",
+    ("optimizer.type=adamw_8bit", "train.parallel.tensor=2", 2): "whole rows",
+    ("train.float8={}", "train.parallel.tensor=2", "train.precision=amp_bf16", 2): "whole matrices",
+    ("train.parallel.tensor=2", "train.parallel.context=2", HYBRID % 6, 12): "makes groups of 4 ranks",
+    ("train.parallel.pipeline=3", 3): "more stages than the model has layers (2)",
+    ("train.parallel.pipeline=2", 3): "must divide the number of ranks (3)",
+    ("train.parallel.virtual_stages=2", 2): "no effect with train.parallel.pipeline: 1",
+    ("train.parallel={pipeline: 2, tensor: 2}", 6): "between 4 ranks, which must divide",
+    ("train.parallel.pipeline=2", "train.microbatch_size=64", 2, BATCH): "1 microbatches of 64, fewer than its 2 stages; use at "
+    "least 128",
+    ("train.parallel={pipeline: 2, context: 2}", HYBRID % 1, 4, SHARD): "must be a multiple of the 2 ranks of a stage",
+    ("train.parallel.pipeline=2", HYBRID % 4, 4, SHARD): "must divide the number of ranks of a stage (2)",
+    ("train.microbatch_size=auto", "train.parallel.pipeline=2", 2): "use a number",
+    ("train.cuda_graphs=on", "train.parallel.pipeline=2", 2): "use auto or off",
+    ("train.parallel.virtual_stages=2", "train.parallel.pipeline=2", 2): "4 parts of 2 layers; use at most 1",
+    ("train.parallel.schedule=zero_bubble", "train.parallel.pipeline=2", 2): "use 1f1b",
+    (
+        "train.parallel={pipeline: 2, virtual_stages: 2}", "model.layers=m*4", "train.microbatch_size=16", f"{BATCH}=112", 2, BATCH,
+    ): "cannot divide into 3 equal rounds; use 96 or 128, or train.parallel.virtual_stages: 1",
+    (BALANCED % "over: model", "train.parallel.pipeline=2", 2, "model.blocks.m.mlp.balance.over"): "use layer",
+    (BALANCED % "tokens: step", "train.parallel.pipeline=2", 2, "model.blocks.m.mlp.balance.tokens"): "use microbatch",
+    ("train.parallel.expert=2", 2): "no block has an mlp of type experts; use 1",
+    ("train.parallel.expert=8", EXPERTS, 8): "does not divide n_experts of block m (12)",
+    ("train.parallel.expert=4", EXPERTS, 6): "must divide the number of ranks (6)",
+    ("train.parallel.expert=3", "train.parallel.tensor=2", EXPERTS, 6): "must be a multiple of train.parallel.tensor (2), whose "
+    "ranks send experts their own tokens; use 6",
+    ("train.parallel.expert=4", HYBRID % 2, EXPERTS, 4): "must divide train.sharding.shard_size (2)",
+    ("train.microbatch_size=auto", "train.parallel.expert=2", EXPERTS, 2): "use a number, or train.parallel.expert: 1",
+    ("train.cuda_graphs=on", "train.parallel.expert=2", EXPERTS, 2): "numbers of tokens that ranks with different experts send",
+    ("data.seq_len=250", "train.parallel={context: 2, tensor: 2, expert: 2}", EXPERTS, 4): "must be a multiple of 8 "
+    "(train.parallel.context = 2 x tensor = 2 x expert = 2)",
+}  # fmt: skip
 
 
-EXPERTS = "model.blocks.m.mlp={type: experts, n_experts: 2, top_k: 1, d_ff: 8, balance: {%s}}"
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "world_size", "path", "message"),
-    [
-        (GOOD, ["train.parallel.context=4"], 6, "train.parallel.context", "must divide the number of ranks (6)"),
-        (GOOD, ["train.parallel.context=4"], 12, "train.global_batch_size", "3 groups of 4 ranks x microbatch_size 8"),
-        (GOOD, ["train.parallel.context=200"], 200, "train.parallel.context", "cuts data.seq_len = 256 into 400 parts"),
-        (
-            GOOD,
-            ["train.parallel.context=2", "train.sharding={strategy: hybrid, shard_size: 3}"],
-            6,
-            "train.parallel.context",
-            "must divide train.sharding.shard_size (3)",
-        ),
-        (
-            ATTENTION,
-            ["train.parallel.context=2", "model.blocks.m.sliding_window=64"],
-            2,
-            "train.parallel.context",
-            "block m: attention backend 'triton'",
-        ),
-        (GOOD, ["train.parallel.tensor=2"], 3, "train.parallel.tensor", "must divide the number of ranks (3)"),
-        (GOOD, ["train.parallel={tensor: 2, context: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
-        (GOOD, ["train.parallel.async_tensor=on"], 2, "train.parallel.async_tensor", "no effect with tensor: 1"),
-        (
-            GOOD,
-            ["train.parallel={tensor: 2, async_tensor: on}", "train.compile=off"],
-            2,
-            "train.parallel.async_tensor",
-            "needs train.compile: auto or on",
-        ),
-        (GOOD, ["train.parallel.tensor=7"], 7, "train.parallel.tensor", "cannot divide vocab_size = "),
-        (GOOD, ["train.parallel.tensor=2", "optimizer={type: muon, lr: 1e-3}"], 2, "optimizer.type", "whole matrices"),
-        (
-            GOOD,
-            ["train.parallel.tensor=2", "optimizer={type: adamw_8bit, lr: 1e-3}"],
-            2,
-            "optimizer.type",
-            "whole rows",
-        ),
-        (
-            GOOD,
-            ["train.parallel.tensor=2", "train.precision=amp_bf16", "train.float8={}"],
-            2,
-            "train.float8",
-            "whole matrices",
-        ),
-        (
-            GOOD,
-            ["train.parallel={tensor: 2, context: 2}", "train.sharding={strategy: hybrid, shard_size: 6}"],
-            12,
-            "train.parallel.tensor",
-            "makes groups of 4 ranks",
-        ),
-        (
-            GOOD,
-            ["train.parallel.pipeline=3"],
-            3,
-            "train.parallel.pipeline",
-            "more stages than the model has layers (2)",
-        ),
-        (GOOD, ["train.parallel.pipeline=2"], 3, "train.parallel.pipeline", "must divide the number of ranks (3)"),
-        (
-            GOOD,
-            ["train.parallel.virtual_stages=2"],
-            2,
-            "train.parallel.virtual_stages",
-            "no effect with train.parallel.pipeline: 1",
-        ),
-        (GOOD, ["train.parallel={pipeline: 2, tensor: 2}"], 6, "train.parallel", "between 4 ranks, which must divide"),
-        (
-            GOOD,
-            ["train.parallel.pipeline=2", "train.microbatch_size=64"],
-            2,
-            "train.global_batch_size",
-            "1 microbatches of 64, fewer than its 2 stages; use at least 128",
-        ),
-        (
-            GOOD,
-            ["train.parallel={pipeline: 2, context: 2}", "train.sharding={strategy: hybrid, shard_size: 1}"],
-            4,
-            "train.sharding.shard_size",
-            "must be a multiple of the 2 ranks of a stage",
-        ),
-        (
-            GOOD,
-            ["train.parallel.pipeline=2", "train.sharding={strategy: hybrid, shard_size: 4}"],
-            4,
-            "train.sharding.shard_size",
-            "must divide the number of ranks of a stage (2)",
-        ),
-        *(
-            (GOOD, ["train.parallel.pipeline=2", *settings.split("; ")], 2, path, message)
-            for settings, path, message in (
-                ("train.microbatch_size=auto", "train.microbatch_size", "use a number"),
-                ("train.cuda_graphs=on", "train.cuda_graphs", "use auto or off"),
-                (
-                    "train.parallel.virtual_stages=2",
-                    "train.parallel.virtual_stages",
-                    "4 parts of 2 layers; use at most 1",
-                ),
-                ("train.parallel.schedule=zero_bubble", "train.parallel.schedule", "use 1f1b"),
-                (
-                    "train.parallel.virtual_stages=2; model.layers=m*4; train.global_batch_size=112; train.microbatch_size=16",
-                    "train.global_batch_size",
-                    "cannot divide into 3 equal rounds; use 96 or 128, or train.parallel.virtual_stages: 1",
-                ),
-                (EXPERTS % "over: model", "model.blocks.m.mlp.balance.over", "use layer"),
-                (EXPERTS % "tokens: step", "model.blocks.m.mlp.balance.tokens", "use microbatch"),
-            )
-        ),
-    ],
-)
-def test_ranks_that_cannot_share_sequences_are_reported_why(load, text, overrides, world_size, path, message):
-    assert message in problems(load, text, *overrides, world_size=world_size)[path]
-
-
-EXPERTS = GOOD.replace("head_dim: 32}", "head_dim: 32, mlp: {type: experts, n_experts: 12, top_k: 2, d_ff: 64}}")
-UNCOUNTED = "model.blocks.m.mlp.balance.weight=0"
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "world_size", "path", "message"),
-    [
-        (GOOD, ["train.parallel.expert=2"], 2, "train.parallel.expert", "no block has an mlp of type experts; use 1"),
-        (EXPERTS, ["train.parallel.expert=8"], 8, "train.parallel.expert", "does not divide n_experts of block m (12)"),
-        (EXPERTS, ["train.parallel.expert=4"], 6, "train.parallel.expert", "must divide the number of ranks (6)"),
-        (
-            EXPERTS,
-            ["train.parallel={tensor: 2, expert: 3}"],
-            6,
-            "train.parallel.expert",
-            "must be a multiple of train.parallel.tensor (2), whose ranks send experts their own tokens; use 6",
-        ),
-        (
-            EXPERTS,
-            ["train.parallel.expert=4", "train.sharding={strategy: hybrid, shard_size: 2}"],
-            4,
-            "train.parallel.expert",
-            "must divide train.sharding.shard_size (2)",
-        ),
-        (
-            EXPERTS,
-            ["train.parallel.expert=2", "train.microbatch_size=auto"],
-            2,
-            "train.microbatch_size",
-            "use a number, or train.parallel.expert: 1",
-        ),
-        (
-            EXPERTS,
-            ["train.parallel.expert=2", "train.cuda_graphs=on"],
-            2,
-            "train.cuda_graphs",
-            "numbers of tokens that ranks with different experts send",
-        ),
-        (
-            EXPERTS,
-            ["train.parallel={context: 2, tensor: 2, expert: 2}", "data.seq_len=250"],
-            4,
-            "data.seq_len",
-            "must be a multiple of 8 (train.parallel.context = 2 x tensor = 2 x expert = 2)",
-        ),
-    ],
-)
-def test_ranks_that_cannot_divide_experts_are_reported_why(load, text, overrides, world_size, path, message):
-    assert message in problems(load, text, *overrides, world_size=world_size)[path]
+@pytest.mark.parametrize(("given", "message"), RANKS.items())
+def test_ranks_that_cannot_share_a_run_are_reported_why(load, given, message):
+    [ranks] = (one for one in given if isinstance(one, int))
+    settings, others = given[: given.index(ranks)], given[given.index(ranks) + 1 :]
+    [path] = others or [settings[0].partition("=")[0]]
+    assert message in problems(load, GOOD, *settings, world_size=ranks)[path]
 
 
 def test_ranks_may_divide_experts_beside_sequences_and_layers(load):
     for parallel in ("{expert: 4}", "{context: 2, tensor: 2, expert: 4}", "{tensor: 2, expert: 2}"):
-        assert load(EXPERTS, f"train.parallel={parallel}", world_size=4).train.parallel.unit in (2, 4)
-    uncounted = ["train.parallel={context: 2}", "data.seq_len=250", UNCOUNTED]
-    assert load(EXPERTS, *uncounted, world_size=4).data.seq_len == 250
+        assert load(GOOD, EXPERTS, f"train.parallel={parallel}", world_size=4).train.parallel.unit in (2, 4)
+    uncounted = ["train.parallel={context: 2}", "data.seq_len=250", "model.blocks.m.mlp.balance.weight=0"]
+    assert load(GOOD, EXPERTS, *uncounted, world_size=4).data.seq_len == 250
 
 
 def test_ranks_may_share_the_sequences_of_every_type_of_block(load):
-    text = GOOD.replace("{type: mamba2, d_state: 16, head_dim: 32}", "{type: gated_deltanet, n_heads: 4}")
-    assert text != GOOD
-    for changed in (GOOD, ATTENTION, text):
-        assert load(changed, "train.parallel.context=2", world_size=8).train.parallel.context == 2
+    for changes in ([], [ATTENTION], ["model.blocks.m={type: gated_deltanet, n_heads: 4}"]):
+        assert load(GOOD, *changes, "train.parallel.context=2", world_size=8).train.parallel.context == 2
 
 
 def test_groups_of_ranks_that_share_sequences_share_the_batch(load):
