@@ -44,7 +44,7 @@ def copy_tree(folder: Path) -> Path:
 
 def run(tree: Path, commands: Iterable[str]) -> dict[str, Ran]:
     """Results of commands run in one process; llmtrain's through the function that `python -m llmtrain.cli` calls."""
-    return {one.command: one for one in run_in_one_process(tree, commands, PYTHONPATH=str(tree))}
+    return {one.command: one for one in run_in_one_process(tree, commands)}
 
 
 @pytest.fixture(scope="module")

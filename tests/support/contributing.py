@@ -92,11 +92,11 @@ class Ran:
     text: str
 
 
-def run_in_one_process(folder: Path, commands: Iterable[str], **variables: str) -> list[Ran]:
-    """Results of commands run one after another in one process in a folder; llmtrain's through the function that
-    `python -m llmtrain.cli` calls. variables: of its environment."""
+def run_in_one_process(folder: Path, commands: Iterable[str]) -> list[Ran]:
+    """Results of commands run one after another in one process in a folder, whose modules come first; llmtrain's through the
+    function that `python -m llmtrain.cli` calls."""
     command = (sys.executable, "-m", "tests.support.contributing")
-    printed = output_of(*command, cwd=folder, given=json.dumps([*commands]), **variables)
+    printed = output_of(*command, cwd=folder, given=json.dumps([*commands]), PYTHONPATH=str(folder))
     return [Ran(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"command"')]
 
 
