@@ -171,6 +171,26 @@ def test_a_run_that_another_process_trains_is_refused_once_under_a_launcher(proj
         assert [path.name for path in project.run_dir.iterdir()] == ["lock.json"]
 
 
+def early_ranks(monkeypatch, project, capsys, probable: int, chosen: int) -> list[tuple[int, int]]:
+    """The ranks of each launch, and those of them that were started before."""
+    launched: list[tuple[int, int]] = []
+
+    def launch(command, ranks, *settings):
+        launched.append((ranks, len(settings[-1].waiting)))
+        return 0
+
+    monkeypatch.setattr("llmtrain.commands.train.probable_processes", lambda _: probable)
+    monkeypatch.setattr("llmtrain.commands.train.chosen_processes", lambda _: chosen)
+    monkeypatch.setattr("llmtrain.distributed.launch.launch", launch)
+    assert in_process(project, monkeypatch, capsys)[:2] == (0, "")
+    return launched
+
+
+def test_ranks_begin_before_the_config_is_read_if_their_number_is_right(project, monkeypatch, capsys):
+    assert early_ranks(monkeypatch, project, capsys, probable=2, chosen=2) == [(2, 2)]
+    assert early_ranks(monkeypatch, project, capsys, probable=4, chosen=2) == [(2, 0)]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "2"]], ids=["one process", "two"])
 def test_a_file_where_a_checkpoint_belongs_is_refused(project, monkeypatch, capsys, arguments):
     (project.run_dir / "checkpoints").mkdir(parents=True)

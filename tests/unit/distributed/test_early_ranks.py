@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.commands.processes import probable_processes
 from llmtrain.distributed.early_ranks import EarlyRanks, waits
 from llmtrain.distributed.launch import launch
 from llmtrain.distributed.processes import start_time
@@ -16,6 +17,7 @@ from llmtrain.distributed.world import LISTENER
 WAITS = """
 import os, pathlib
 notes = pathlib.Path(os.environ["NOTES"])
+from llmtrain.commands.processes import probable_processes
 from llmtrain.distributed.early_ranks import await_admission, waits
 assert waits()
 (notes / f"waits{os.environ['RANK']}").touch()
@@ -92,3 +94,17 @@ def test_one_process_starts_no_other():
     with EarlyRanks(["false"], 1) as early:
         assert early.waiting == []
     assert not waits()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "visible", "files", "expected"),
+    [(3, "0", 8, 3), (None, None, 8, 8), (None, "0,2", 8, 2), (None, "", 8, 1), (None, None, 0, 0)],
+)
+def test_the_probable_number_of_processes(monkeypatch: pytest.MonkeyPatch, nproc, visible, files, expected):
+    monkeypatch.setattr(
+        "llmtrain.commands.processes.glob", lambda _: [f"/dev/nvidia{number}" for number in range(files)]
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert probable_processes(nproc) == expected
