@@ -75,7 +75,7 @@ class Cache:
                 f"{longest} tokens asked for, but the model has learned positions for model.max_seq_len = "
                 f"{model.config.max_seq_len}; shorten the prompt or ask for fewer new tokens"
             )
-        device = model.embed.weight.device
+        device = next(model.parameters()).device  # a stage of a pipeline may have no embedding
         self.capacity, self.length = capacity, 0
         self.learned = model.config.max_seq_len if model.positions is not None else None
         self.next = torch.zeros(1, dtype=torch.int64, device=device)

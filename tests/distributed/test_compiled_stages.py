@@ -27,7 +27,9 @@ EXPERTS = {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 16, "z_loss": 
 ROUTED = {"blocks": {"e": {"type": "attention", "n_heads": 2, "mlp": EXPERTS}, "m": BLOCKS["m"]}, "layers": "m e m e"}
 
 
-def two_steps(model: dict[str, Any], parallel: dict[str, Any], compile: str) -> tuple[list[int], dict[str, Any]]:
+def two_steps(
+    model: dict[str, Any], parallel: dict[str, Any], compile: str, precision: str
+) -> tuple[list[int], dict[str, Any]]:
     """Compilations of this rank after each of two steps, each of which all stages begin at the same time; and losses, gradients and
     experts' loads of the second."""
     size, group = dist.get_world_size(), gloo_group()
@@ -40,10 +42,14 @@ def two_steps(model: dict[str, Any], parallel: dict[str, Any], compile: str) -> 
 
     torch._dynamo.reset()
     settings = {"duration": "1 steps", "global_batch_size": SAMPLES, "microbatch_size": 1, "compile": compile}
-    train = TrainConfig.model_validate_json(json.dumps(settings | {"parallel": parallel}))
+    settings |= {"parallel": parallel, "precision": precision}
+    train = TrainConfig.model_validate_json(json.dumps(settings))
     sizes = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": SEQ_LEN, "dropout": 0.1}
     with torch.device("meta"):
-        lm = StagedLM(HybridLM(ModelConfig.model_validate_json(json.dumps(sizes | model))), train.loss)
+        lm = StagedLM(
+            HybridLM(ModelConfig.model_validate_json(json.dumps(sizes | model)), dtype=getattr(torch, train.dtype)),
+            train.loss,
+        )
     compiled = cast("Any", torch.compile)
     with patch.object(torch, "compile", lambda forward, **rest: compiled(forward, **rest | {"backend": together})):
         parallelize(lm, train, world_from_environment().split(1, 1, size), torch.device("cpu"))
@@ -63,15 +69,18 @@ def two_steps(model: dict[str, Any], parallel: dict[str, Any], compile: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "virtual"),
-    [*(pytest.param(model, 1, marks=pytest.mark.ci) for model in (ZAMBA2, ROUTED)), (ZAMBA2, 2)],
+    ("model", "virtual", "precision"),
+    [
+        *(pytest.param(model, 1, "fp32", marks=pytest.mark.ci) for model in (ZAMBA2, ROUTED)),
+        (ZAMBA2, 2, "amp_bf16"),
+    ],
 )
-def test_all_stages_compile_each_kind_of_layer_once_and_at_the_same_time(ranks, model, virtual):
+def test_all_stages_compile_each_kind_of_layer_once_and_at_the_same_time(ranks, model, virtual, precision):
     """And what they compile with leaves no trace in the first step: not in gradients, sums, or the numbers that are drawn."""
     parallel = {"pipeline": 2, "virtual_stages": virtual}
-    (counts, found), (others, _) = ranks(2).run(two_steps, model, parallel, "on")
+    (counts, found), (others, _) = ranks(2).run(two_steps, model, parallel, "on", precision)
     assert counts == others == [2, 2]  # each stage has layers of two kinds
-    plain, wanted = ranks(2).run(two_steps, model, parallel, "off")[0]
+    plain, wanted = ranks(2).run(two_steps, model, parallel, "off", precision)[0]
     assert plain == [0, 0]
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():

@@ -178,6 +178,7 @@ PARTS = {
         "optimizer": {"type": "muon", "lr": 3e-3},
         "train.ema": {},
         "train.spike": {"window": 4},
+        "eval.samples": {"prompts": ["the quick", "a"], "max_new_tokens": 3},
         "train.loss": {"type": "chunked", "chunk_tokens": 24, "z_loss": 1e-4},
         "data.mask_documents": True,
     },
@@ -194,8 +195,8 @@ PARTS = {
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind):
-    """Losses, what is logged of layers, and all tensors of the checkpoint, of three stages."""
-    found = []
+    """Losses, what is logged of layers, samples, and all tensors of the checkpoint, of three stages."""
+    found, written = [], []
     for size in (1, 3):
         parallel = {"train.parallel.pipeline": size, "train.global_batch_size": 6}
         if size == 1:
@@ -208,7 +209,9 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
         ]
         tensors = read_tensors(folder / "checkpoints" / "step-00000004")
         found.append((run, [one for one in logged if one], tensors))
+        written.append(samples.read_text() if (samples := folder / "samples.jsonl").exists() else "")
     (whole, logged, tensors), (staged, logged_of_stages, tensors_of_stages) = found
+    assert written[0] == written[1]
     assert_same_run(staged, whole)
     assert len(logged) == len(logged_of_stages)
     for one, other in zip(logged, logged_of_stages, strict=True):

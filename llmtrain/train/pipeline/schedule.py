@@ -84,7 +84,7 @@ class PipelineStep(Step):
         model, device = self.model, self.model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for span, stage in enumerate(stages):
-                self.mark(span == len(stages) - 1)
+                self.mark(True)  # else FSDP2 looks for sums of spans whose weights it has not gathered yet
                 received = tuple(
                     torch.randn(one.shape, dtype=one.dtype, device=device).requires_grad_() for one in stage.reads
                 )

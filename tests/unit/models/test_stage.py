@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
@@ -118,3 +119,10 @@ def test_a_stage_holds_what_it_uses():
     parts = [{name.split(".")[0] for name, _ in stage.named_parameters()} for stage in untied]
     assert parts == [{"embed", "positions", "blocks"}, {"blocks"}, {"blocks", "norm", "head"}]
     assert sum(stage.flops(16).total for stage in untied) == meta("llama").flops(16).total
+
+
+def test_each_stage_has_the_caches_of_its_layers():
+    """Of those between the first and the last, which have no embedding, too."""
+    whole = meta("zamba2")
+    layers = [layer for part in staged(whole, (1, 2, 3)) for layer in Cache(part, 2, 8).layers]
+    assert [one.nbytes for one in layers] == [one.nbytes for one in Cache(whole, 2, 8).layers]
