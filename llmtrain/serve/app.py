@@ -105,6 +105,8 @@ class Server:
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
+        except web.RequestPayloadError as error:
+            return self._refusal(400, f"the body cannot be read: {' '.join(str(error).split())}")
         except web.HTTPRequestEntityTooLarge:
             return self._refusal(413, f"the body is larger than {self.limits.body} bytes")
         except web.HTTPException as error:
@@ -155,7 +157,7 @@ class Server:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body: CompletionBody = self._admit(read_body(CompletionBody, await request.read()))
+        body: CompletionBody = self._admit(read_body(CompletionBody, await _content(request)))
 
         def encoded() -> list[list[int]]:
             return [self.tokenizer.prompt_ids(one) if isinstance(one, str) else one for one in body.prompts]
@@ -167,7 +169,7 @@ class Server:
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body: ChatBody = self._admit(read_body(ChatBody, await request.read()))
+        body: ChatBody = self._admit(read_body(ChatBody, await _content(request)))
         prompts, text = self._render(body)  # in this thread, which alone a limit of time can stop
         prompt = await self.loop.run_in_executor(None, prompts.ids, text)
         room = self.worker.engine.max_len
@@ -338,6 +340,14 @@ class Server:
                 await send("[DONE]")
             await response.write_eof()
         return response
+
+
+async def _content(request: web.Request) -> bytes:
+    """The body as it was sent (the runner decompresses none). Raises RefusedError for a compressed one."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RefusedError(415, f"Content-Encoding: {encoding} is not read here; send the body uncompressed")
+    return await request.read()
 
 
 def _deliver(made: Sequence[tuple[asyncio.Queue[Piece], Piece]]) -> None:

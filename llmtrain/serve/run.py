@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from llmtrain.errors import INTERRUPTED, UserError
 from llmtrain.logs import log
@@ -19,13 +21,21 @@ def serve(server: Server, host: str, port: int, drain_seconds: float) -> int:
     return asyncio.run(_serve(server, host, port, drain_seconds))
 
 
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """False for what a client sent that is no HTTP, which got status 400 with the reason."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 async def _serve(server: Server, host: str, port: int, drain_seconds: float) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    logging.getLogger("aiohttp.server").addFilter(_is_of_the_server)
     # A client that goes away cancels its handler, and so its request.
-    runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+    )
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     try:

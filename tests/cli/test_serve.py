@@ -53,6 +53,37 @@ def test_answers_until_sigterm_and_lets_end_what_runs(model):
     assert "SIGTERM: ending; 1 bodies are being answered" in rest and "Traceback" not in rest
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+NO_HTTP = {
+    b"chunked, without a number": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b" 400 "),
+    b"chunked, wrong further on": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n", b" 400 "),
+    b"a long header": (HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n", b" 400 "),
+    b"two lengths": (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", b" 400 "),
+    b"TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b" 400 "),
+    b"compressed": (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", b" 415 "),
+    b"cut": (HEAD + b"Content-Length: 9\r\n\r\n{", b""),
+}
+
+
+def test_what_is_no_http_is_refused_without_a_traceback(model):
+    async def use(address: str) -> None:
+        for what, (sent, status) in NO_HTTP.items():
+            reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
+            writer.write(sent)
+            if not status:
+                writer.write_eof()
+            assert status in await asyncio.wait_for(reader.read(100), 20), what
+            writer.close()
+        async with aiohttp.ClientSession(address) as client:
+            assert (await stream(client, {"prompt": "the", "max_tokens": 2}))[-1] == "[DONE]"
+
+    with serving(model) as (process, address):
+        asyncio.run(use(address))
+        process.send_signal(signal.SIGTERM)
+        status, rest = ended(process)
+    assert status == 0 and "Traceback" not in rest and "rror" not in rest, rest
+
+
 def test_rejects_what_it_cannot_serve(model, tmp_path, capsys):
     taken = socket.create_server(("127.0.0.1", 0))
     (tmp_path / "key").write_text("two words\n")

@@ -37,7 +37,7 @@ async def served(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server that runs until the block ends."""
     server.start()
     test = TestServer(server.app)
-    await test.start_server()  # which cancels the handlers of clients that go away
+    await test.start_server(auto_decompress=False)  # which cancels the handlers of clients that go away
     try:
         async with aiohttp.ClientSession(test.make_url("/")) as client:
             yield client
