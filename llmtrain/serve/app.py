@@ -105,8 +105,6 @@ class Server:
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except web.RequestPayloadError as error:
-            return self._refusal(400, f"the body cannot be read: {' '.join(str(error).split())}")
         except web.HTTPRequestEntityTooLarge:
             return self._refusal(413, f"the body is larger than {self.limits.body} bytes")
         except web.HTTPException as error:
