@@ -17,7 +17,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,6 +52,12 @@ class Preempted(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; the name of its class where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def first_few(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """The first items, and how many more there are: `a, b, c and 5 more`."""
+    shown, more = between.join(map(str, items[:most])), len(items) - most
+    return f"{shown}{between.replace(',', '')}and {more:,} more" if more > 0 else shown
 
 
 def named_line(error: BaseException, most: int | None = 160) -> str:

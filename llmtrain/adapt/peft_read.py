@@ -19,7 +19,7 @@ from llmtrain.adapt.peft_folder import BASE, CONFIG, PREFIX, WEIGHTS, most, para
 from llmtrain.adapt.peft_names import PublishedLayer, published_layers
 from llmtrain.config.limits import DOCUMENT_SECONDS, time_limit
 from llmtrain.config.regular_file import read_json, require_regular
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Family, UnsupportedModelError, families
 from llmtrain.models.hybrid import HybridLM
@@ -150,13 +150,13 @@ def _with_parameters(
         if there and there != sorted(key for name, key in keys.items() if name.rpartition(".")[0] == module):
             named = [name for name in keys if name.rpartition(".")[0] == module]
             raise UserError(
-                f"{folder / WEIGHTS}: {module} has adapters {_few(there)}, and target_parameters of {CONFIG} has {_few(named)} "
-                "of it; save the adapter again"
+                f"{folder / WEIGHTS}: {module} has adapters {first_few(there)}, and target_parameters of {CONFIG} has "
+                f"{first_few(named)} of it; save the adapter again"
             )
     used = {t for name, key in keys.items() if key in modules for t in matched[name]}
     if unused := [target for target in targets if target not in used]:
         raise UserError(
-            f"{folder / CONFIG}: target_parameters: {_few(unused)}: no adapter in {WEIGHTS} is of it, as where a name fits no "
+            f"{folder / CONFIG}: target_parameters: {first_few(unused)}: no adapter in {WEIGHTS} is of it, as where a name fits no "
             "parameter, which peft passes over; leave it out"
         )
     return {wrappers.get(name, name): found for name, found in modules.items()}
@@ -189,7 +189,7 @@ def _layers_with(
         raise UserError(f"{file}: no published class has the parameters of this base, so it has no adapters of peft")
     architecture, lacking = min(unknown.items(), key=lambda item: len(item[1]))
     raise UserError(
-        f"{file}: {architecture}, which this base is, has no {_few(lacking)}; these adapters are of another model"
+        f"{file}: {architecture}, which this base is, has no {first_few(lacking)}; these adapters are of another model"
     )
 
 
@@ -339,7 +339,7 @@ def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[st
             found.setdefault(module, {})[_KINDS[kind]] = tensor
     if others:
         raise UserError(
-            f"{folder / WEIGHTS}: {_few(others)}: tensors that are no part of a LoRA adapter; {_TARGETS_HINT} it again"
+            f"{folder / WEIGHTS}: {first_few(others)}: tensors that are no part of a LoRA adapter; {_TARGETS_HINT} it again"
         )
     return found
 
@@ -376,7 +376,3 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is damaged ({error}); copy it again") from None
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -13,10 +13,10 @@ from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.save_load import flat_state, load_state, stack_of
 from llmtrain.checkpoint.upcycling import copy_to_experts
+from llmtrain.errors import first_few
 from llmtrain.models.init import clean_name
 from llmtrain.schema.init_from import InitialWeights
 
-_SHOWN = 8
 _STATE = "optimizer.state."
 
 
@@ -34,9 +34,9 @@ class Loaded:
         what = "weights and optimizer state" if self.optimizer else "weights"
         lines = [f"starting from {self.folder}: {what} of {len(self.taken)} parameters"]
         if self.fresh:
-            lines.append(f"  left fresh, {len(self.fresh)} of the model: {_shortened(self.fresh)}")
+            lines.append(f"  left fresh, {len(self.fresh)} of the model: {first_few(self.fresh, 8)}")
         if self.skipped:
-            lines.append(f"  skipped, {len(self.skipped)} of the checkpoint: {_shortened(self.skipped)}")
+            lines.append(f"  skipped, {len(self.skipped)} of the checkpoint: {first_few(self.skipped, 8)}")
         return "\n".join(lines)
 
 
@@ -90,7 +90,7 @@ def load_part(
         lacking = [name.removeprefix(_STATE) for name in moments if name not in index.tensors]
         if lacking:
             raise CheckpointError(
-                f"init_from: {folder} has no optimizer state {_shortened(lacking)}; use optimizer: false"
+                f"init_from: {folder} has no optimizer state {first_few(lacking, 8)}; use optimizer: false"
             )
         load_state(stack[:1], moments, verify=verify)
         for name, parameter in model.named_parameters():
@@ -149,13 +149,8 @@ def _choose(
     if wrong and wanted.strict:
         raise CheckpointError(
             f"init_from: {folder} does not hold what was asked for (strict: false leaves it fresh):\n  "
-            + "\n  ".join(wrong[:20])
+            + first_few(wrong, 20, "\n  ")
         )
     if not taken:
-        raise CheckpointError(f"init_from: nothing in {folder} fits: {_shortened(wrong)}")
+        raise CheckpointError(f"init_from: nothing in {folder} fits: {first_few(wrong, 8)}")
     return taken
-
-
-def _shortened(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.arguments import add_config
+from llmtrain.errors import first_few
 
 if TYPE_CHECKING:
     from llmtrain.schema.config import Config
@@ -58,8 +59,7 @@ def _tasks(file: str, overrides: list[str]) -> str:
 
     run = load_eval_run(file, overrides, needs_models=False)
     titles = [one.title for one in task_runs(run, load_gauntlet(run.gauntlet) if run.gauntlet else None)]
-    more = f", and {len(titles) - 5} more" if len(titles) > 5 else ""
-    return f"{len(titles)} task{'s' * (len(titles) != 1)}: {', '.join(titles[:5])}{more}"
+    return f"{len(titles)} task{'s' * (len(titles) != 1)}: {first_few(titles, 5)}"
 
 
 def summary(config: Config, world_size: int | None = None) -> str:

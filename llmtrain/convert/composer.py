@@ -29,7 +29,7 @@ from llmtrain.convert.dcp import DcpTensors
 from llmtrain.convert.foundry.model import published_mpt
 from llmtrain.convert.foundry.settings import Notes, Settings
 from llmtrain.convert.tensor_reader import TensorReader
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Part, Weight, family_for_model, family_of_hf_config
 from llmtrain.models.hf.foreign_files import reason
@@ -143,7 +143,7 @@ def open_composer_checkpoint(path: Path, config_file: str | None) -> tuple[Tenso
     weights = [_as_stored(_unfused(weight, shapes), names) for weight in weights]
     wrong = list(_mismatches(source, names, weights))
     if wrong:
-        raise CheckpointError(f"{path} does not hold the model of its config:\n  " + "\n  ".join(wrong[:20]))
+        raise CheckpointError(f"{path} does not hold the model of its config:\n  " + first_few(wrong, 20, "\n  "))
     if any(weight.reordered for weight in weights):
         raise CheckpointError(
             f"{path}: rows of its projections stand in another order; save it in Hugging Face format, and import"

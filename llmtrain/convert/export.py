@@ -21,7 +21,7 @@ from llmtrain.config.output_folder import atomic_folder, refuse_existing, requir
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.convert.tensor_reader import TensorReader
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.generate.load import checkpoint_adaptations, checkpoint_model_config, checkpoint_tokenizer
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Family, Weight, family_for_model
@@ -240,7 +240,9 @@ def _check_tensors(tensors: TensorReader, weights: list[Weight], folder: Path) -
     lost = [name for name in tensors.names("") if name not in known]
     wrong += [f"{name} has no place in the model of its config" for name in lost]
     if wrong:
-        raise CheckpointError(f"{folder} does not hold the parameters of its config:\n  " + "\n  ".join(wrong[:20]))
+        raise CheckpointError(
+            f"{folder} does not hold the parameters of its config:\n  " + first_few(wrong, 20, "\n  ")
+        )
 
 
 def _pieces(tensors: TensorReader, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from llmtrain.distributed.world import LISTENER, World, host_name, launched_by_a_launcher
-from llmtrain.errors import RunError, first_line
+from llmtrain.errors import RunError, first_line, named_line
 
 _ANSWER_SECONDS = 5.0
 """Time for messages of the other ranks after the deadline."""
@@ -193,7 +193,7 @@ def within(exchange: "Exchange", work: Callable[["Exchange"], Any]) -> tuple[Any
                 return None, None
     error = f"no answer in {exchange.patience:g} s" if thread.is_alive() else None
     if thread.error is not None:  # whatever a GPU or network does wrong is what is looked for
-        error = f"{type(thread.error).__name__}: {thread.error}".splitlines()[0][:300]
+        error = named_line(thread.error, 300)
     if error is not None:
         exchange.fail()
     return thread.result, error

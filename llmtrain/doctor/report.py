@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmtrain.bench import machine
 from llmtrain.doctor import selftest
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, named_line
 from llmtrain.flops.peaks import dense_peak, find_device
 from llmtrain.kernels import platform, registry
 from llmtrain.kernels.operation import Operation, Shape, operations
@@ -95,7 +95,7 @@ def tested(one: Operation, what: str, shape: Shape, backend: str, chosen: bool, 
         if not error < allowed:
             error, failed = None, f"error {error:.1e}, allowed {allowed:.0e}"
     except Exception as problem:  # whatever a backend does wrong is what the doctor is for
-        failed = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+        failed = named_line(problem, 200)
     return Finding(one.name, what, backend, chosen, None, error, failed, time.perf_counter() - began)
 
 

@@ -6,10 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llmtrain.config import limits
-from llmtrain.errors import UserError
-
-_SHOWN = 5
-"""Documents that a message names; the others are counted."""
+from llmtrain.errors import UserError, first_few
 
 
 class EvalError(UserError):
@@ -48,6 +45,5 @@ class BadDocuments(EvalError):
         advice = "skip_bad_documents: true leaves out what cannot be used"
         if len(lines) == 1:
             return f"task {self.task}: {lines[0]} ({advice})"
-        more = [f"and {len(lines) - _SHOWN:,} more"] * (len(lines) > _SHOWN)
         head = f"task {self.task}: {len(lines):,} documents cannot be used ({advice}):"
-        return "\n  ".join([head, *lines[:_SHOWN], *more])
+        return f"{head}\n  " + first_few(lines, 5, "\n  ")

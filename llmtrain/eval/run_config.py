@@ -17,6 +17,7 @@ from llmtrain.config.shipped import config_title, find_config
 from llmtrain.config.texts import LocalPath, PathText, RunName
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
+from llmtrain.errors import first_few
 from llmtrain.eval.choices import ModelChoice, ModelOrModels, Models, Tasks, TemplateSetting
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.lm_eval.groups import Group, GroupRun, Leaf, leaves
@@ -232,15 +233,11 @@ def _tasks(run: EvalRun, found: Sequence[Named]) -> list[tuple[Task, Path | Leaf
         except EvalError as error:
             reasons.append(str(error))
     if reasons:
-        some = "\n    ".join(reasons[:_SHOWN]) + (f"\n    and {len(reasons) - _SHOWN} more" if reasons[_SHOWN:] else "")
+        some = first_few(reasons, 5, "\n    ")
         raise EvalError(
             some if len(sources) == 1 else f"{len(reasons)} of {len(sources)} tasks cannot run:\n    {some}"
         )
     return made
-
-
-_SHOWN = 5
-"""Reasons in one message."""
 
 
 def _task(run: EvalRun, source: Path | Leaf) -> Task:

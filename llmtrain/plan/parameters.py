@@ -11,7 +11,7 @@ from torch import nn
 
 from llmtrain.adapt.base import adapted, meta_model
 from llmtrain.adapt.nf4 import frozen_linears
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.flops.peaks import Device
 from llmtrain.models.cache import Cache
 from llmtrain.models.float8_products import Float8Product, exclude_problems, float8_experts, float8_products
@@ -181,8 +181,7 @@ def _left_out(anywhere: str, shape: str, found: Sequence[tuple[str, str | None]]
         if reason is None:
             continue
         names = [name for name, why in found if why == reason]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        label = anywhere if len(reasons) == 1 else ", ".join(names[:3]) + more
+        label = anywhere if len(reasons) == 1 else first_few(names)
         yield f"{label}, {shape}", reason
 
 

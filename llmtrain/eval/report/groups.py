@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmtrain.errors import first_few
 from llmtrain.eval.lm_eval.groups import Group, GroupMetric, GroupRun, Leaf
 from llmtrain.eval.report.metrics import Estimate, Result
 
@@ -128,15 +129,11 @@ def group_notes(groups: Sequence[GroupResult]) -> Iterator[str]:
             yield f"{one.model}, {one.title}: no average, because {_failed(one)}."
         for name, metric in one.metrics.items():
             if metric.missing:
-                yield f"{one.model}, {one.title}: {len(metric.missing)} of its tasks have no {name} ({_some(metric.missing)})."
+                yield f"{one.model}, {one.title}: {len(metric.missing)} of its tasks have no {name} ({first_few(metric.missing)})."
 
 
 def _failed(one: GroupResult) -> str:
-    return f"{len(one.failed)} of its tasks failed ({_some(one.failed)})"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(one.failed)} of its tasks failed ({first_few(one.failed)})"
 
 
 def group_lines(groups: Sequence[GroupResult]) -> list[str]:

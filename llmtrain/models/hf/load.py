@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hf.family import Weight, family_of_hf_config
@@ -19,7 +19,6 @@ from llmtrain.models.layer_part import persistent_buffers
 # Tables that old versions of transformers stored beside the weights; computed here.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_SHOWN = 20
 
 
 def load_hf(
@@ -92,9 +91,8 @@ def check_tensors(tensors: Mapping[str, Tensor], weights: Sequence[Weight]) -> N
         f"{_where(tensors, name)} has no place in this model, by its config.json, and would be lost" for name in lost
     ]
     if wrong:
-        more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         place = f" in {tensors.folder}" if isinstance(tensors, HFCheckpoint) else ""
-        raise UserError(f"the weights{place} do not fit config.json:\n  " + "\n  ".join(wrong[:_SHOWN] + more))
+        raise UserError(f"the weights{place} do not fit config.json:\n  " + first_few(wrong, 20, "\n  "))
 
 
 def _header(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llmtrain.errors import first_few
+
 # Keys of config.json with a value -> what a model that has them needs, and no setting of ours says.
 _LACKING = {
     "mamba_dt_rank": "Mamba-1 layers",
@@ -59,7 +61,6 @@ _NO_FUNCTION = re.compile(
     r"|^(_|summary_|output_|gradient|problem|tokenizer|task_specific|use_return|name_or_path|add_cross|is_decoder)"
 )
 """Keys of training, of tasks and of calls."""
-_SHOWN = 8
 
 
 def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
@@ -90,9 +91,9 @@ def lacking(published: Mapping[str, Any], read: Iterable[str]) -> str:
 
 
 def _listed(published: Mapping[str, Any], keys: list[str]) -> str:
-    values = {key: published[key] for key in keys[:_SHOWN]}
+    values = {key: published[key] for key in keys}
     shown = [key if isinstance(value, dict) else f"{key} = {json.dumps(value)}" for key, value in values.items()]
-    return ", ".join(shown + ([f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []))
+    return first_few(shown, 8)
 
 
 def _class_of(name: str) -> object:

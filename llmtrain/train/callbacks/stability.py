@@ -11,7 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor, nn
 
-from llmtrain.errors import RunError
+from llmtrain.errors import RunError, first_few
 from llmtrain.logs import run_log
 from llmtrain.models.parameters import parameter_info
 from llmtrain.models.slices import boxes, local_of
@@ -123,7 +123,7 @@ class Stability(Callback):
     def _where(self, what: str, state: State, culprits: list[_Samples] | None = None) -> str:
         """culprits: whose samples to name; default: every rank's."""
         culprits = culprits or self._samples(state, False)
-        where = "; ".join(f"rank {rank}: {_shorten(ids)}" for rank, _, ids in culprits)
+        where = "; ".join(f"rank {rank}: {first_few(ids, 32)}" for rank, _, ids in culprits)
         return f"{what} at step {state.timestamp.batch.value + 1}; sample ids of {where}"
 
     @staticmethod
@@ -153,7 +153,7 @@ def _not_finite(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -
         return "all" if found else "none"
     last = found[-1]
     experts = sorted(set[int]().union(*(names.get(last, ()) for names in everyone)))
-    of_experts = f", of expert {_shorten(experts, 8)}" if experts else ""
+    of_experts = f", of expert {first_few(experts, 8)}" if experts else ""
     return f"{len(found)} of {len(order)}, the last of which is {last.removeprefix('model.hybrid.')}{of_experts}"
 
 
@@ -165,8 +165,3 @@ def _means(shared: list[float]) -> tuple[float, float]:
     """The step's loss per label and its gradient norm, of the sums of `_shared`."""
     losses, labels, norms, ranks = shared
     return losses / max(labels, 1.0), norms / ranks
-
-
-def _shorten(ids: list[int], limit: int = 32) -> str:
-    text = ", ".join(map(str, ids[:limit]))
-    return text if len(ids) <= limit else f"{text}, … ({len(ids)} in all)"

@@ -16,6 +16,7 @@ from composer.loggers import Logger
 
 from llmtrain.config.held_folder import make_folder
 from llmtrain.distributed.world import World
+from llmtrain.errors import first_few
 from llmtrain.logs import log
 
 _USUAL = 3
@@ -97,7 +98,7 @@ class Watchdog(Callback):
             ranks.setdefault(where, []).append(str(rank))
         # Those that few ranks have are the cause: the others wait for them.
         listed = sorted(ranks.items(), key=lambda item: len(item[1]))
-        return "; ".join(f"rank{'s' * (len(of) > 1)} {_shorten(of)} {where}" for where, of in listed)
+        return "; ".join(f"rank{'s' * (len(of) > 1)} {first_few(of, 8)} {where}" for where, of in listed)
 
 
 def place(frame: FrameType) -> str:
@@ -119,7 +120,3 @@ def _last_on_the_gpu() -> str | None:
         last = json.loads(_dump_fr_trace_json())["entries"][-1]
         return f"{last['profiling_name']} {last['state']}"
     return None
-
-
-def _shorten(ranks: list[str], limit: int = 8) -> str:
-    return ", ".join(ranks[:limit]) + (f", … ({len(ranks)} in all)" if len(ranks) > limit else "")
