@@ -39,10 +39,8 @@ def test_one_result_with_two_models_and_one_model_in_two_results(folders, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "a has 1 model (base); name the two to compare by --model-a and --model-b, or a second result"),
         (["a", "b"], "b has 2 models (base, big); choose one by --model-b"),
         (["a", "b", "--model-b", "bigger"], "--model-b bigger: b has no such model; did you mean big?"),
-        (["a", "none", "--model-b", "x"], "none: no such file; expected a folder that `llmtrain eval` wrote"),
         (["a", "b", "--model-b", "big", "--tasks", "arcs"], "--tasks arcs: neither result has it; did you mean arc?"),
         (["a", "b", "--model-b", "big", "--tasks", "rest"], "nothing to compare"),
         (["b", "--examples", "-1"], "--examples -1: expected 0 or more"),

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import trl
 from tokenizers import Tokenizer
-from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data.chat.conversation import Conversation
-from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
+from llmtrain.data.chat.samples import ChatSettings, Sample
 from llmtrain.data.chat.template import ChatTemplate
-from llmtrain.data.tokenize.encode import DocumentMarks
 from llmtrain.data.tokenize.tokenizer import train_bpe
+from tests.support.chats import encoded, marked_by_transformers
 
 pytestmark = pytest.mark.ci
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -39,23 +39,16 @@ def encode(text: str, chat: Conversation, targets: str) -> Sample:
     tokenizer = oracle()
     special = {name: str(getattr(tokenizer, name)) for name in ("eos_token", "bos_token")}
     settings = ChatSettings("messages", (), ChatTemplate(text, special, "of TRL"), targets, "none")
-    assert isinstance(tokenizer.eos_token_id, int)
-    marks = DocumentMarks(tokenizer.eos_token_id, closes=False)
-    [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, settings)([settings.render(chat)])
-    return sample
+    return encoded(tokenizer, settings, chat)
 
 
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("turns", [2, 4])
 def test_marked_answers_are_those_of_transformers(name, turns):
     text, chat = (FOLDER / f"{name}.jinja").read_text(), Conversation(TURNS[:turns])
-    expected = oracle().apply_chat_template(
-        chat.messages, chat_template=text, return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert isinstance(expected, BatchEncoding)
     found = encode(text, chat, "all")
-    assert found.ids.tolist() == expected["input_ids"]
-    assert found.trained.tolist() == [bool(one) for one in expected["assistant_masks"]] and found.trained.any()
+    assert (found.ids.tolist(), found.trained.tolist()) == marked_by_transformers(oracle(), text, chat)
+    assert found.trained.any()
 
 
 @pytest.mark.parametrize("name", [name.removesuffix("_training") for name in MARKED])

@@ -5,7 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from llmtrain.data.chat.conversation import Conversation
+from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
 from llmtrain.data.prepare import prepare
+from llmtrain.data.tokenize.encode import DocumentMarks
 from llmtrain.schema.data import PrepareConfig
 
 COLOURS = "red green blue yellow black white".split()  # noqa: SIM905
@@ -21,6 +24,20 @@ def conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
             turns += [{"role": "user", "content": f"Repeat {said}"}, {"role": "assistant", "content": said}]
         found.append(turns)
     return found
+
+
+def encoded(tokenizer: Any, settings: ChatSettings, chat: Conversation, closes: bool = False) -> Sample:
+    """The sample of a conversation by a tokenizer of transformers."""
+    marks = DocumentMarks(tokenizer.eos_token_id, closes=closes)
+    [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, settings)([settings.render(chat)])
+    return sample
+
+
+def marked_by_transformers(tokenizer: Any, template: str, chat: Conversation) -> tuple[list[int], list[bool]]:
+    """Ids, and which of them a template marks as answers."""
+    options = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, **options)
+    return found["input_ids"], [bool(one) for one in found["assistant_masks"]]
 
 
 def write_chats(file: Path, chats: list[list[dict[str, str]]]) -> str:

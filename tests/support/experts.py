@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import torch
-
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
-from tests.support.models import ATTENTION, MAMBA, ROTARY, VOCAB
+from tests.support.models import ATTENTION, MAMBA, ROTARY, VOCAB, large_weights
 
 RELU2 = {"type": "experts", "n_experts": 4, "top_k": 2, "d_ff": 24, "activation": "relu2"}
 BIASED = {"type": "sigmoid", "choice_bias": True, "bias_rate": 0.5}
@@ -28,9 +26,4 @@ def config(dropout: float = 0.0, **experts: Any) -> ModelConfig:
 
 def build(**experts: Any) -> CausalLM:
     """Such a model, of seed 5, with weights large enough that its routers tell tokens apart."""
-    model = HybridLM(config(**experts), platform.cpu())
-    model.init_weights(seed=5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return CausalLM(model)
+    return CausalLM(large_weights(HybridLM(config(**experts), platform.cpu())))

@@ -18,7 +18,7 @@ from llmtrain.models.layers import Linear
 from llmtrain.models.mixers.base import Mixer, MixerContext
 from llmtrain.models.mixers.convolution import CausalConv1d
 from llmtrain.models.sections.block import BlockSection
-from tests.support.models import ATTENTION, ROTARY, SWIGLU, VOCAB
+from tests.support.models import ATTENTION, ROTARY, SWIGLU, VOCAB, large_weights
 
 
 class GatedConvBlock(BlockSection):
@@ -67,8 +67,4 @@ def build(layers: str = "g a g", documents: bool = False) -> CausalLM:
     used = {name: block for name, block in blocks.items() if name in layers}
     settings = {"vocab_size": VOCAB, "d_model": 32, "max_seq_len": 300, "blocks": used, "layers": layers}
     model = HybridLM(GatedConvConfig.model_validate(settings), platform.cpu(), documents=documents)
-    model.init_weights(seed=5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return CausalLM(model).eval()
+    return CausalLM(large_weights(model)).eval()

@@ -190,11 +190,16 @@ def build(
     settings["layers"] = layers or settings["layers"]
     config = ModelConfig.model_validate_json(json.dumps(settings))
     model = HybridLM(config, platform=platform, dtype=dtype, documents=documents)
+    return CausalLM(large_weights(model)).to(device or platform.device_type).eval()
+
+
+def large_weights(model: HybridLM) -> HybridLM:
+    """The model, of seed 5, with weights large enough that it tells tokens apart."""
     model.init_weights(seed=5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-    return CausalLM(model).to(device or platform.device_type).eval()
+    return model
 
 
 def _with_backend(block: dict[str, Any], backend: str) -> dict[str, Any]:

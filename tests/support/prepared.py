@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from streaming.base.format import reader_from_json
 
 from llmtrain.data.tokenize.tokenizer import load_tokenizer
 from llmtrain.schema.data import PrepareConfig
+
+
+def text_of(number: int, words: int = 40) -> str:
+    """A text that begins with its number, the same for the same one."""
+    rng, some = random.Random(number), ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"]
+    return f"{number} " + " ".join(rng.choice(some) for _ in range(words))
 
 
 def small(folder: Path, *sources: Path | str, seq_len: int = 32, **settings: Any) -> PrepareConfig:

@@ -1,9 +1,11 @@
-"""Commands in processes of their own, which must succeed."""
+"""Commands in processes of their own, which must succeed; and scripts as modules."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 LLMTRAIN = (sys.executable, "-m", "llmtrain.cli")
 
@@ -26,3 +28,12 @@ def modules_after(program: str, *words: str, cwd: Path | None = None) -> set[str
     """Names of modules that are loaded when a program has ended, without those that Python begins with."""
     program = f"import sys; before = {{*sys.modules}}\n{program}\nprint(*sorted({{*sys.modules}} - before))"
     return set(output_of(sys.executable, "-c", program, *words, cwd=cwd).splitlines()[-1].split())
+
+
+def module_of(script: Path) -> ModuleType:
+    """A script of no package, imported."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,5 @@
 """Comparing the training speed of two checkouts: order of the runs, resumption, and the verdict."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import llmtrain
+from tests.support.processes import module_of
 
 ROOT = Path(llmtrain.__file__).parents[1]
 SCRIPT = ROOT / "scripts/gpu/compare_commits.py"
@@ -32,11 +32,7 @@ with open(run_dir + "/metrics.jsonl", "w") as file:
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_commits", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(SCRIPT)
 
 
 def checkout(folder: Path, seconds: float | None) -> Path:

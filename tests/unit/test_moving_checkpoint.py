@@ -1,7 +1,6 @@
 """The report of scripts/gpu/moving_checkpoint.py, of whole runs and of runs that a time limit ended."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 import llmtrain
 from llmtrain.schema.load import load_config
+from tests.support.processes import module_of
 
 SCRIPT = Path(llmtrain.__file__).parents[1] / "scripts/gpu/moving_checkpoint.py"
 TOTAL = 6
@@ -16,11 +16,7 @@ TOTAL = 6
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("moving_checkpoint", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(SCRIPT)
 
 
 def written(out: Path, run: str, steps: int, shift: float = 0.0, first_id: int = 0) -> None:

@@ -7,13 +7,14 @@ from typing import Any, cast
 import pytest
 import yaml
 from tokenizers import Tokenizer
-from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data.chat.conversation import ChatFault, Conversation, conversation
 from llmtrain.data.chat.samples import ChatSettings, Sample, SampleEncoder
 from llmtrain.data.chat.template import CHATML, ChatError, ChatTemplate
 from llmtrain.data.tokenize.encode import DocumentMarks
 from llmtrain.data.tokenize.tokenizer import train_bpe
+from tests.support.chats import encoded, marked_by_transformers
 
 KINDS: dict[str, dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parents[3] / "data" / "chat" / "templates.yaml").read_text()
@@ -63,9 +64,7 @@ def encode(kind: str, chat: Conversation, marked: bool, closes: bool = False, **
     tokenizer = oracle(kind)
     given = {"targets": "all", "prompts": "none"} | settings
     found = ChatSettings("messages", (), template_of(kind, marked), given["targets"], given["prompts"])
-    marks = marks_of(tokenizer, closes=closes)
-    [sample] = SampleEncoder(tokenizer.backend_tokenizer.to_str(), marks, found)([found.render(chat)])
-    return sample
+    return encoded(tokenizer, found, chat, closes)
 
 
 def conversations(kind: str) -> list[Conversation]:
@@ -79,20 +78,11 @@ def conversations(kind: str) -> list[Conversation]:
 def test_marked_answers_are_those_of_transformers(kind):
     tokenizer, template = oracle(kind), template_of(kind, marked=True)
     for chat in conversations(kind):
-        expected = tokenizer.apply_chat_template(
-            chat.messages,
-            tools=chat.tools,
-            chat_template=template.text,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        assert isinstance(expected, BatchEncoding)
+        ids, mask = marked_by_transformers(tokenizer, template.text, chat)
         sample = encode(kind, chat, marked=True)
-        assert sample.ids.tolist() == expected["input_ids"]
-        mask = expected["assistant_masks"]
-        if (
-            mask != sample.trained.tolist()
-        ):  # transformers leaves out the last bytes of a character at the end of an answer
+        assert sample.ids.tolist() == ids
+        # transformers leaves out the last bytes of a character at the end of an answer
+        if mask != sample.trained.tolist():
             text = tokenizer.apply_chat_template(
                 chat.messages, tools=chat.tools, chat_template=template.text, tokenize=False
             )

@@ -21,15 +21,9 @@ from llmtrain.data.prepare_streams import prepare_streams
 from llmtrain.data.shards.stored_stream import open_place
 from llmtrain.data.tokenize.tokenizer import train_bpe
 from llmtrain.schema.data import PrepareConfig
-from tests.support.prepared import digests, documents, small
+from tests.support.prepared import digests, documents, small, text_of
 
-WORDS = "the quick brown fox jumps over lazy dogs".split()  # noqa: SIM905
 SEQ_LEN = 16
-
-
-def text(seed: int, words: int = 30) -> str:
-    rng = random.Random(seed)
-    return f"{seed} " + " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 @pytest.fixture
@@ -40,15 +34,15 @@ def config(tmp_path, monkeypatch) -> PrepareConfig:
     rng = random.Random(0)
 
     def lines(count: int) -> str:
-        return "".join(json.dumps({"text": text(rng.randint(0, 300))}) + "\n" for _ in range(count))
+        return "".join(json.dumps({"text": text_of(rng.randint(0, 300))}) + "\n" for _ in range(count))
 
     (tmp_path / "a.jsonl").write_text(lines(300))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(80).encode()))
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(60):
-        (folder / f"{number:02}.txt").write_text(text(rng.randint(250, 330)))
-    long = "\n".join(text(number) for number in range(1000, 1200))
+        (folder / f"{number:02}.txt").write_text(text_of(rng.randint(250, 330)))
+    long = "\n".join(text_of(number) for number in range(1000, 1200))
     for name, content in (("long", long), ("long-again", long), ("long-other", f"{long}.")):
         (folder / f"{name}.txt").write_text(content)
     sources = (tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "texts"))
@@ -135,7 +129,7 @@ def test_without_it_all_documents_stay_and_the_setting_distinguishes_folders(con
 
 
 def test_partitions_without_duplicates_are_those_without_the_setting(config, tmp_path):
-    (tmp_path / "unique.jsonl").write_text("".join(json.dumps({"text": text(n)}) + "\n" for n in range(400)))
+    (tmp_path / "unique.jsonl").write_text("".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(400)))
     with_it = config.model_copy(update={"sources": [str(tmp_path / "unique.jsonl")]})
     made = prepare(with_it, progress=False)
     plain = prepare(with_it.model_copy(update={"dedup": False, "out": str(tmp_path / "plain")}), progress=False)
@@ -145,7 +139,7 @@ def test_partitions_without_duplicates_are_those_without_the_setting(config, tmp
 
 def test_a_damaged_file_is_no_ones_original(config, tmp_path):
     """Its documents are in no shard, so that copies of them must stay."""
-    lines = "".join(json.dumps({"text": text(n)}) + "\n" for n in range(60))
+    lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(60))
     (tmp_path / "damaged.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-30])
     (tmp_path / "whole.jsonl").write_text(lines)
     sources = [str(tmp_path / name) for name in ("damaged.jsonl.gz", "whole.jsonl")]
@@ -173,14 +167,14 @@ def test_max_bytes_counts_what_stays(config):
 
 def test_copies_are_named_by_their_source_and_line_in_every_partition_and_format(config, tmp_path):
     """Of two sources that both hold a part.jsonl, of which the second's is of several partitions and full of copies."""
-    lines = [json.dumps({"text": text(number)}) + "\n" for number in range(300)]
+    lines = [json.dumps({"text": text_of(number)}) + "\n" for number in range(300)]
     for name, content in (
         ("one", lines),
-        ("two", lines[:2] + [f'{{"text": "{n} {text(n)}"}}\n' for n in range(280)] + lines),
+        ("two", lines[:2] + [f'{{"text": "{n} {text_of(n)}"}}\n' for n in range(280)] + lines),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part.jsonl").write_text("".join(content))
-    (tmp_path / "texts/again.txt").write_text(text(7))
+    (tmp_path / "texts/again.txt").write_text(text_of(7))
     sources = [f"{tmp_path}/one/part.jsonl", f"{tmp_path}/tw*/*.jsonl", f"{tmp_path}/texts/again.txt"]
     made = prepare(config.model_copy(update={"sources": sources}), progress=False)
     assert len(made.manifest["partitions"]) > 5
@@ -194,7 +188,7 @@ def test_copies_are_named_by_their_source_and_line_in_every_partition_and_format
 
 
 def test_each_stream_is_compared_with_itself_alone(config, tmp_path):
-    lines = [json.dumps({"text": text(number % 90)}) + "\n" for number in range(100)]
+    lines = [json.dumps({"text": text_of(number % 90)}) + "\n" for number in range(100)]
     (tmp_path / "same.jsonl").write_text("".join(lines))
     streams = {name: [str(tmp_path / "same.jsonl")] for name in ("web", "code")}
     made = prepare_streams(config.model_copy(update={"sources": [], "streams": streams}), progress=False)

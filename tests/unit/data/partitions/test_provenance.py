@@ -18,15 +18,9 @@ from llmtrain.data.sources.files import SourceFile
 from llmtrain.data.sources.records import Slice
 from llmtrain.data.tokenize.tokenizer import load_tokenizer, train_bpe
 from llmtrain.schema.data import PrepareConfig
-from tests.support.prepared import digests, small
+from tests.support.prepared import digests, small, text_of
 
 SEQ_LEN = 32
-WORDS = "the quick brown fox jumps over lazy dogs".split()  # noqa: SIM905
-
-
-def text(seed: int, words: int = 40) -> str:
-    rng = random.Random(seed)
-    return f"{seed} " + " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 @pytest.fixture
@@ -35,13 +29,13 @@ def sources(tmp_path) -> list[str]:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(30):
-        (folder / f"{number:02}.txt").write_text(text(number))
-    (folder / "long.txt").write_text("\n".join(text(number) for number in range(100, 250)))
-    lines = [json.dumps({"text": text(number)}) for number in range(1000, 1200)]
+        (folder / f"{number:02}.txt").write_text(text_of(number))
+    (folder / "long.txt").write_text("\n".join(text_of(number) for number in range(100, 250)))
+    lines = [json.dumps({"text": text_of(number)}) for number in range(1000, 1200)]
     lines[3:3] = ["", "oops", '{"text": ""}']
     (tmp_path / "many.jsonl").write_text("\n".join(lines))
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[:20]).encode()))
-    (tmp_path / "table.csv").write_text("id,text\n" + "".join(f"1,{text(number)}\n" for number in range(3000, 3040)))
+    (tmp_path / "table.csv").write_text("id,text\n" + "".join(f"1,{text_of(number)}\n" for number in range(3000, 3040)))
     return [f"{tmp_path}/{name}" for name in ("texts/", "many.jsonl", "packed.jsonl.gz", "**/*.csv")]
 
 
