@@ -90,9 +90,9 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    os.environ[FURTHER] = "--ci" * config.getoption("--ci")
     """`--dist loadfile` would begin with the files of many tests. Ours of few are the long ones: in the order of folders,
     they come first, and no worker is left with one at the end."""
+    os.environ[FURTHER] = "--ci" * config.getoption("--ci")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup`: what tests start would ignore it too
         signal.signal(signal.SIGHUP, lambda *_: None)
     if hasattr(config.option, "loadscopereorder"):

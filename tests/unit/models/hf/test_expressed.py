@@ -82,6 +82,15 @@ _MLP = [{"type": "swiglu", "d_ff": 40}, {"type": "gelu", "d_ff": 40}, None]
 _NORM = [{"type": "rmsnorm", "eps": 1e-3}, {"type": "layernorm", "bias": True}, {"type": "layernorm", "eps": 1e-3}]
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 16}
 _POSITION = [{"type": "none"}, {"type": "alibi"}, {"type": "rotary", "theta": 77.0}]
+_AROUND: dict[str, list[Any]] = {
+    "norm": _NORM,
+    "mlp": _MLP,
+    "parallel": [True, False],
+    "residual_multiplier": [0.5, 1.0],
+    "input_multiplier": [0.5, 1.0],
+    "residual_scaling": [True],
+}
+"""Of every block that has a mixer."""
 _ATTENTION: dict[str, list[Any]] = {
     "n_heads": [2, 8],
     "n_kv_heads": [1, 2],
@@ -92,15 +101,11 @@ _ATTENTION: dict[str, list[Any]] = {
     "sliding_window": [5, None],
     "softcap": [8.0, None],
     "softmax_scale": [0.3, None],
-    "parallel": [True, False],
-    "residual_multiplier": [0.5, 1.0],
-    "input_multiplier": [0.5, 1.0],
-    "residual_scaling": [True],
+    **_AROUND,
     "qkv_bias": [True, False],
     "out_bias": [True, False],
     "output_gate": [True, False],
     "sinks": [True, False],
-    "norm": _NORM,
 }
 # Section -> field -> other values. What is in NO_FUNCTION needs none.
 OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
@@ -117,9 +122,9 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "logit_multiplier": [0.3, 1.0],
         "embedding_scaling": [True],
     },
-    AttentionBlock: _ATTENTION | {"mlp": _MLP},
+    AttentionBlock: _ATTENTION,
     SharedAttentionBlock: _ATTENTION
-    | {"mlp": _MLP, "n_shared": [1, 3, 4], "adapter_rank": [3, None], "attn_adapter_rank": [3, None]},
+    | {"n_shared": [1, 3, 4], "adapter_rank": [3, None], "attn_adapter_rank": [3, None]},
     Mamba2Block: {
         "d_state": [8],
         "head_dim": [16],
@@ -134,21 +139,11 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "proj_bias": [True],
         "norm_before_gate": [True],
         "gated_norm_eps": [1e-3, 1e-5],
-        "norm": _NORM,
-        "mlp": _MLP,
-        "parallel": [False],
-        "residual_multiplier": [0.5],
-        "input_multiplier": [0.5, 1.0],
-        "residual_scaling": [True],
+        **_AROUND,
     },
     ParallelMixersBlock: {
         "mixers": [[ATTENTION, ATTENTION], [MAMBA, MAMBA], [MAMBA, ATTENTION | {"position": ROTARY}, MAMBA]],
-        "norm": _NORM,
-        "mlp": _MLP,
-        "parallel": [True],
-        "residual_multiplier": [0.5],
-        "input_multiplier": [0.5],
-        "residual_scaling": [True],
+        **_AROUND,
     },
     GatedDeltaNetBlock: {
         "n_heads": [8],
@@ -158,12 +153,7 @@ OTHER_VALUES: dict[type, dict[str, list[Any]]] = {
         "d_conv": [3],
         "negative_eigenvalues": [True, False],
         "gated_norm_eps": [1e-3, None],
-        "norm": _NORM,
-        "mlp": _MLP,
-        "parallel": [True],
-        "residual_multiplier": [0.5],
-        "input_multiplier": [0.5],
-        "residual_scaling": [True],
+        **_AROUND,
     },
     NormConfig: {
         "type": ["rmsnorm", "layernorm"],
