@@ -47,7 +47,7 @@ def test_compiled_and_recomputed_layers_keep_documents_apart(name, kind):
 
 
 def test_other_documents_of_the_same_shape_do_not_compile_anew():
-    model = build("zamba2 as the 1.2B", CPU, documents=True)
+    model = build("zamba2 as the 1.2B", CPU, documents=True, layers="m s+m")
     torch._dynamo.reset()
     for block in model.hybrid.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager", dynamic=False)

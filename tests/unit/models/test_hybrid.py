@@ -116,7 +116,8 @@ def test_outputs_depend_on_the_past_only(name):
 @pytest.mark.parametrize("name", [*BLOCKS, "shared"])
 def test_every_block_traces_as_one_graph(name):
     """The graph holds no dispatch and no break, and computes what eager does, gradients included."""
-    model = zamba(dropout=0.0) if name == "shared" else build({"x": BLOCKS[name]}, "x")
+    shared = {"m": BLOCKS["mamba"], "x": SHARED | {"n_shared": 1}}
+    model = build(shared, "x+m") if name == "shared" else build({"x": BLOCKS[name]}, "x")
     ids = tokens()
     expected = loss(model, ids).loss
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
