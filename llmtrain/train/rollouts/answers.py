@@ -39,7 +39,7 @@ def answers_batch(answers: Sequence[Answer], seq_len: int, mask_over_long: bool,
     """The batch of some answers in host memory: input_ids, labels, document_ids [n, T], T at most seq_len, and the columns of
     objective.py. A group that was set aside has no labels. mask_over_long: nor have answers that are over long. masked: false
     gives all of them labels."""
-    longest = max((len(one.prompt) + len(one.ids) for one in answers), default=1)
+    longest = max((1, *(len(one.prompt) + len(one.ids) for one in answers)))  # none has tokens where no prompt fits
     length, count = min(-(-longest // _UNIT) * _UNIT, seq_len), len(answers)
     ids, documents = torch.zeros(count, length, dtype=torch.int64), torch.ones(count, length, dtype=torch.int32)
     labels = torch.full((count, length), IGNORE, dtype=torch.int64)

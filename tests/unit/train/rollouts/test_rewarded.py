@@ -94,3 +94,5 @@ def test_the_batch_has_labels_where_answers_are_trained():
     assert answers_batch(answers, 20, mask_over_long=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 0]
     assert answers_batch(answers, 20, True, masked=False)["labels"].ne(IGNORE).sum(1).tolist() == [3, 4, 2]
     assert answers_batch(answers, 9, True)["input_ids"].shape == (3, 9)  # learned positions end with seq_len
+    none_fits = answers_batch([Answer(7, 0, [])] * 2, 20, True)
+    assert none_fits["input_ids"].shape == (2, 16) and none_fits["labels"].eq(IGNORE).all()
