@@ -12,7 +12,7 @@ from llmtrain.kernels.mamba3.reference import ReferenceMamba3
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.mamba3.step import ReferenceMamba3Step
 from llmtrain.kernels.mamba3.step_triton import TritonMamba3Step
-from llmtrain.kernels.mamba3.triton import TritonMamba3
+from llmtrain.kernels.mamba3.triton import TritonMamba3, build
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd.triton import default_launch
 from llmtrain.kernels.ssd.triton_launch import Launch
@@ -27,15 +27,15 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(rotations, "TILE", 16)
 
 
-def small(spec: Mamba3Spec, halves: bool = False, num_sms: int = 1, split: int | None = None) -> Launch:
+def small(spec: Mamba3Spec, num_sms: int = 1, split: int | None = None) -> Launch:
     """Several chunks in a small problem; see interpreted_ssd.py."""
     launch = default_launch(spec.scan, GPU)
     assert launch.sequential_scan is not None
     return replace(
         launch,
         chunk_size=32,
-        chunk_size_bwd=32 if halves else 16,
-        intra_chunk_halves_bwd=launch.intra_chunk_bwd if halves else None,
+        chunk_size_bwd=16,
+        intra_chunk_halves_bwd=None,
         sequential_scan=replace(launch.sequential_scan, block_headdim=16),
         num_sms=num_sms,
         split_headdim=split,
@@ -55,11 +55,11 @@ def assert_agrees(spec: Mamba3Spec, tensors: list[Tensor], launch: Launch, ids: 
 CASES = {
     "ragged, odd sizes, groups, a state": ((4, 20, 14, 2, 3), (2, 37), (), True, {}),
     "all channels rotate, many multiprocessors": ((4, 16, 16, 1, 8), (1, 70), (), False, {"num_sms": 1000}),
-    "halves of chunks, a state": ((2, 16, 24, 2, 6), (1, 50), (), True, {"halves": True}),
+    "as many groups as heads, a state": ((2, 16, 24, 2, 6), (1, 50), (), True, {}),
     "split heads": ((2, 32, 16, 1, 4), (1, 40), (17,), True, {"split": 16, "num_sms": 1000}),
     "documents, at borders of tiles and chunks": ((2, 16, 16, 1, 4), (2, 66), (1, 16, 32, 33, 65), True, {}),
     "the same of states that are passed": (
-        (2, 16, 16, 1, 4), (1, 66), (1, 16, 32, 33, 65), True, {"num_sms": 1000, "halves": True},
+        (2, 16, 16, 1, 4), (1, 66), (1, 16, 32, 33, 65), True, {"num_sms": 1000},
     ),
     "every token a document": ((2, 16, 8, 1, 2), (1, 20), tuple(range(1, 20)), True, {}),
     "one token": ((2, 16, 16, 1, 4), (3, 1), (), True, {}),
@@ -91,13 +91,16 @@ def test_extreme_decays_and_weights(decay, later):
 
 
 def test_rounding_of_16_bits_does_not_add_up_over_later_tokens():
-    """A rate acts on all later tokens, whose gradients cancel but for pairs with earlier ones; see `rotations_bwd._turn`."""
+    """A rate acts on all later tokens, whose gradients cancel but for pairs with earlier ones; see keys_bwd.py."""
     spec = Mamba3Spec(2, 64, 128, 1, 32, dtype="float16")
-    tensors = support.inputs("mamba3", spec, 1, 512)
-    found = support.outcome(flat(TritonMamba3(replace(default_launch(spec.scan, GPU), num_sms=1))), tensors)
+    tensors, launch = (
+        support.inputs("mamba3", spec, 1, 512),
+        replace(Launch.parse(build(spec, GPU, "").options), num_sms=1),
+    )
+    found = support.outcome(flat(TritonMamba3(launch)), tensors)
     expected = support.outcome(flat(ReferenceMamba3(64)), tensors, torch.float64)
     for name, one, value in zip(NAMES, found, expected, strict=False):
-        assert (one.double() - value).norm() <= 6e-4 * value.norm() + 1e-6, name
+        assert (one.double() - value).norm() <= 8e-4 * value.norm() + 1e-6, name
 
 
 def test_angles_of_a_long_text_stay_exact():

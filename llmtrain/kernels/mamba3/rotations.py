@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
+from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of, split_exponents
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
 TILE = 32
@@ -46,29 +47,34 @@ def rotation_sums(rate: Tensor, dt: Tensor) -> Tensor:
 
 def rotate(
     q: Tensor, k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor,
-    first: Tensor | None, sums: Tensor, num_sms: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rotated q and k of each head, [batch, T, heads, d_state]; the factor of each token's v in its own output, [batch, heads, T],
-    and q . k, [batch, T, heads], in fp32; and of the last token its angles, [batch, heads, angles], and k, [batch, heads, d_state],
-    in fp32.
+    first: Tensor | None, sums: Tensor, num_sms: int, scaled: int | None = None,
+) -> tuple[ScaledBC, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rotated k and q of each head, [batch, T, heads, d_state], as B and C; the factor of each token's v in its own output,
+    [batch, heads, T], and q . k, [batch, T, heads], in fp32; and of the last token its angles, [batch, heads, angles], and k,
+    [batch, heads, d_state], in fp32.
 
-    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums.
+    first: angles of the token before the first, [batch, heads, angles]; sums: of rotation_sums; scaled: rotated k and q are
+        in block-scaled fp16, by blocks of so many tokens (a multiple of TILE), else in the dtype of q.
     """
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     wide = {"dtype": torch.float32, "device": q.device}
-    found = [torch.empty((batch, seq_len, heads, d_state), dtype=q.dtype, device=q.device) for _ in range(2)]
+    dtype, exponents = q.dtype, None
+    if scaled is not None:
+        dtype, exponents = torch.float16, torch.empty((2, batch, cdiv(seq_len, scaled), heads), **wide)
+    found = [torch.empty((batch, seq_len, heads, d_state), dtype=dtype, device=q.device) for _ in range(2)]
     skip, score = torch.empty((batch, heads, seq_len), **wide), torch.empty((batch, seq_len, heads), **wide)
     angle, last_k = torch.empty((batch, heads, rate.shape[2]), **wide), torch.empty((batch, heads, d_state), **wide)
     tiles = sums.shape[3]
     of_program = _LAUNCH.heads(heads // groups, batch * tiles * groups, num_sms)
     _rotate[groups * cdiv(heads // groups, of_program), tiles, batch](
-        *(q, k, dt, later, rate, q_bias, k_bias, D, first, sums, *found, skip, score, angle, last_k, seq_len),
-        *(*q.stride()[:3], *k.stride()[:3]),
+        *(q, k, dt, later, rate, q_bias, k_bias, D, first, sums, *found, *split_exponents(exponents)),
+        *(skip, score, angle, last_k, seq_len, *q.stride()[:3], *k.stride()[:3]),
         HEADS_PER_PROGRAM=of_program,
+        SCALED=scaled or TILE,
         **constants(q, rate, heads),
         **_LAUNCH.options,
     )
-    return found[0], found[1], skip, score, angle, last_k
+    return ScaledBC(*found, exponents), skip, score, angle, last_k
 
 
 @jit
@@ -172,14 +178,30 @@ def load_biased_pairs(
     return a + bias_a, b + bias_b
 
 
+@triton.jit
+def _largest(x, token, tokens, D_STATE: tl.constexpr, SCALED: tl.constexpr):
+    """Largest magnitude of SCALED tokens' channels."""
+    t, c = tl.arange(0, SCALED), tl.arange(0, triton.next_power_of_2(D_STATE))
+    inside = (t < tokens)[:, None] & (c < D_STATE)[None, :]
+    return tl.max(tl.abs(tl.load(x + t[:, None] * token + c[None, :], mask=inside, other=0.0).to(tl.float32)))
+
+
+@triton.jit
+def _exponent(largest, bias, D_STATE: tl.constexpr):
+    """That of biased and rotated channels, of which none exceeds 2^(1/2) times the largest before it rotates."""
+    c = tl.arange(0, triton.next_power_of_2(D_STATE))
+    added = tl.load(bias + c, mask=c < D_STATE, other=0.0).to(tl.float32)
+    return exponent_of(1.5 * (largest + tl.max(tl.abs(added))))
+
+
 @jit
 def _rotate(
-    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, rotated_q, rotated_k, skip, score, angle, last_k,
-    seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
+    q, k, dt, later, rate, q_bias, k_bias, D, first, sums, rotated_k, rotated_q, k_exponents, q_exponents,
+    skip, score, angle, last_k, seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, D_STATE: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr,
-    REST: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+    REST: tl.constexpr, TILE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and block of its heads, tile, row of the batch)."""
+    """Program (group and block of its heads, tile, row of the batch). Tiles of one block of SCALED tokens have one exponent."""
     group, _, begin, end, row, top, first_token, tokens = place(seq_len, N_HEADS, N_GROUPS, TILE, HEADS_PER_PROGRAM)
     t = tl.arange(0, TILE)  # tokens of the tile, by which it is read with small offsets
     tile, tiles, i = tl.program_id(1), tl.num_programs(1), tl.arange(0, PAIRS)
@@ -188,6 +210,12 @@ def _rotate(
     paired, unpaired = there & (c < 2 * ANGLES)[None, :], there & (rest < D_STATE)[None, :]
     q += row * q_row + top * q_token + group * q_group
     k += row * k_row + top * k_token + group * k_group
+    scaled = tile // (SCALED // TILE)
+    if k_exponents is not None:
+        before = top - scaled * SCALED
+        largest_q = _largest(q - before * q_token, q_token, seq_len - scaled * SCALED, D_STATE, SCALED)
+        largest_k = _largest(k - before * k_token, k_token, seq_len - scaled * SCALED, D_STATE, SCALED)
+        of_scaled = (row * ((seq_len + SCALED - 1) // SCALED) + scaled) * N_HEADS
     rates = load_rates(rate + first_token * ANGLES, 0, t, i, tokens, ANGLES)
     dt += first_token * N_HEADS
     later += first_token * N_HEADS
@@ -203,10 +231,18 @@ def _rotate(
         a, b = load_biased_pairs(q, q_bias, head, t, i, q_token, paired, ANGLES, PAIRS, D_STATE)
         e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
         product = tl.sum(a * e + b * f, 1)
+        q_scale, k_scale = 1.0, 1.0
+        if k_exponents is not None:
+            q_exponent = _exponent(largest_q, q_bias + head * D_STATE, D_STATE)
+            k_exponent = _exponent(largest_k, k_bias + head * D_STATE, D_STATE)
+            tl.store(q_exponents + of_scaled + head, q_exponent, mask=top == scaled * SCALED)
+            tl.store(k_exponents + of_scaled + head, k_exponent, mask=top == scaled * SCALED)
+            q_scale, k_scale = tl.exp2(-q_exponent), tl.exp2(-k_exponent)
         to = of_token[:, None] * D_STATE + c[None, :]
-        tl.store(rotated_q + to, join(a * cos - b * sin, a * sin + b * cos, PAIRS).to(q.dtype.element_ty), mask=paired)
+        rotated = join(a * cos - b * sin, a * sin + b * cos, PAIRS)
+        tl.store(rotated_q + to, (rotated * q_scale).to(rotated_q.dtype.element_ty), mask=paired)
         rotated = join(e * cos - f * sin, e * sin + f * cos, PAIRS)
-        tl.store(rotated_k + to, rotated.to(k.dtype.element_ty), mask=paired)
+        tl.store(rotated_k + to, (rotated * k_scale).to(rotated_k.dtype.element_ty), mask=paired)
         if tile == tiles - 1:
             ends = tl.broadcast_to((last_k + of_head * D_STATE + c)[None, :], (TILE, 2 * PAIRS))
             tl.store(ends, rotated, mask=paired & last)
@@ -217,8 +253,8 @@ def _rotate(
             e = load_rest(k, k_bias + head * D_STATE, t, k_token, rest, unpaired, D_STATE)
             product += tl.sum(a * e, 1)
             to = of_token[:, None] * D_STATE + rest[None, :]
-            tl.store(rotated_q + to, a.to(q.dtype.element_ty), mask=unpaired)
-            tl.store(rotated_k + to, e.to(k.dtype.element_ty), mask=unpaired)
+            tl.store(rotated_q + to, (a * q_scale).to(rotated_q.dtype.element_ty), mask=unpaired)
+            tl.store(rotated_k + to, (e * k_scale).to(rotated_k.dtype.element_ty), mask=unpaired)
             if tile == tiles - 1:
                 ends = tl.broadcast_to((last_k + of_head * D_STATE + rest)[None, :], (TILE, REST))
                 tl.store(ends, e, mask=unpaired & last)

@@ -1,7 +1,6 @@
 """Gradients through Mamba-3's rotations: of queries, keys, biases, time steps and rates."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,12 +25,13 @@ _LAUNCH = HeadLoopLaunch(programs_per_sm=4, num_stages=1)
 
 
 def rotate_bwd(
-    dq: Tensor, dk: Tensor, d_weight: Tensor, d_skip: Tensor, d_angle: Tensor | None, d_last_k: Tensor | None, score: Tensor,
-    q: Tensor, k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor, first: Tensor | None,
-    sums: Tensor, document_ids: Tensor | None, num_sms: int,
+    dq: Tensor, dk: Tensor, d_angles: Tensor, d_weight: Tensor, d_skip: Tensor, d_angle: Tensor | None,
+    d_last_k: Tensor | None, score: Tensor, q: Tensor, k: Tensor, dt: Tensor, later: Tensor, rate: Tensor, q_bias: Tensor,
+    k_bias: Tensor, D: Tensor, first: Tensor | None, sums: Tensor, document_ids: Tensor | None, num_sms: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, k, dt, later, rate, q_bias, k_bias, D and first, from those of `rotate`'s results and of the tokens'
-    weights (decays_bwd). d_angle, d_last_k: of the last token, if they are wanted; score: of `rotate`."""
+    """The gradients of q, k, dt, later, rate, q_bias, k_bias, D and first, from those of `rotate`'s results, with the angles'
+    through rotated q and k (keys_bwd), and of the tokens' weights (decays_bwd). d_angle, d_last_k: of the last token, if they
+    are wanted; score: of `rotate`."""
     (batch, seq_len, groups, d_state), heads = q.shape, dt.shape[2]
     tiles, angles = sums.shape[3], rate.shape[2]
     of_program = _LAUNCH.heads(heads // groups, batch * tiles * groups, num_sms)
@@ -48,7 +48,25 @@ def rotate_bwd(
     rest, pairs, places = sizes.pop("REST"), sizes.pop("PAIRS"), (seq_len, *q.stride()[:3], *k.stride()[:3])
     launch = {"HEADS_PER_PROGRAM": of_program, "NUM_STAGES": _LAUNCH.num_stages, **_LAUNCH.options}
     _rotate_bwd[grid](
-        *(dq, dk, d_weight, d_skip, score, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids),
+        *(
+            dq,
+            dk,
+            d_angles,
+            d_weight,
+            d_skip,
+            score,
+            d_last_k,
+            q,
+            k,
+            dt,
+            later,
+            rate,
+            q_bias,
+            k_bias,
+            first,
+            sums,
+            document_ids,
+        ),
         *(*found, d_dt, d_later, d_rates, d_rotations, partials, *places),
         PAIRS=pairs,
         **sizes,
@@ -75,16 +93,9 @@ def rotate_bwd(
     return d_q, d_k, d_dt, d_later, d_rate, *d_biases, d_first
 
 
-@triton.jit
-def _turn(a, b, cos, sin, up_a, up_b, dtype: tl.constexpr):
-    """Gradients of angles, [tokens, PAIRS], from those of rotated pairs: of these as the scan read them, rounded, since its
-    gradients cancel over tokens with no others."""
-    return (a * cos - b * sin).to(dtype).to(tl.float32) * up_b - (a * sin + b * cos).to(dtype).to(tl.float32) * up_a
-
-
 @jit
 def _rotate_bwd(
-    dq, dk, d_weight, d_skip, score, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids,
+    dq, dk, d_angles, d_weight, d_skip, score, d_last_k, q, k, dt, later, rate, q_bias, k_bias, first, sums, document_ids,
     dq_blocks, dk_blocks, d_dt, d_later, d_rates, d_rotations, partials,
     seq_len, q_row, q_token, q_group, k_row, k_token, k_group,
     N_HEADS: tl.constexpr, N_GROUPS: tl.constexpr, D_STATE: tl.constexpr, ANGLES: tl.constexpr, PAIRS: tl.constexpr,
@@ -120,14 +131,14 @@ def _rotate_bwd(
     d_later += first_token * N_HEADS
     dq += first_token * (N_HEADS * D_STATE)
     dk += first_token * (N_HEADS * D_STATE)
+    d_angles += first_token * (N_HEADS * ANGLES)
     for head in tl.range(begin, end, num_stages=NUM_STAGES):
         of_token, of_head = t * N_HEADS + head, row * N_HEADS + head
         at = of_token * D_STATE
         up_a, up_b = load_pairs(dq, at, i, 1, paired, PAIRS)
         up_e, up_f = load_pairs(dk, at, i, 1, paired, PAIRS)
-        if d_last_k is not None:
-            end_a, end_b = load_bias(d_last_k + of_head * D_STATE, 0, i, ANGLES, D_STATE)
-            up_e, up_f = up_e + tl.where(last, end_a, 0.0), up_f + tl.where(last, end_b, 0.0)
+        turning = there & (i < ANGLES)[None, :]
+        d_now = tl.load(d_angles + of_token[:, None] * ANGLES + i[None, :], mask=turning, other=0.0)
         step = tl.load(dt + of_token, mask=t < tokens, other=0.0)
         share = tl.load(later + of_token, mask=t < tokens, other=0.0)
         d_factor = tl.load(d_skip + of_token, mask=t < tokens, other=0.0)
@@ -135,8 +146,11 @@ def _rotate_bwd(
         cos, sin = cos_sin(angles_of(rates, step, first, sums, of_head, i, tile, tiles, ANGLES))
         a, b = load_biased_pairs(q, q_bias, head, t, i, q_token, paired, ANGLES, PAIRS, D_STATE)
         e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
-        d_now = _turn(a, b, cos, sin, up_a, up_b, q.dtype.element_ty)  # what comes by the token's own score cancels
-        d_now += _turn(e, f, cos, sin, up_e, up_f, k.dtype.element_ty)
+        if d_last_k is not None:
+            end_a, end_b = load_bias(d_last_k + of_head * D_STATE, 0, i, ANGLES, D_STATE)
+            end_a, end_b = tl.where(last, end_a, 0.0), tl.where(last, end_b, 0.0)
+            d_now += (e * cos - f * sin) * end_b - (e * sin + f * cos) * end_a
+            up_e, up_f = up_e + end_a, up_f + end_b
         d_a, d_b = up_a * cos + up_b * sin + d_score * e, up_b * cos - up_a * sin + d_score * f
         d_e, d_f = up_e * cos + up_f * sin + d_score * a, up_f * cos - up_e * sin + d_score * b
         dq_a, dq_b, dk_a, dk_b = dq_a + d_a, dq_b + d_b, dk_a + d_e, dk_b + d_f

@@ -3,7 +3,7 @@
 It is Mamba-2's scan (ssd/triton.py) of q and k that every head has of its own, in which a token has one weight in its own output
 and another in later ones. Forward: rotation_sums and rotate (rotations.py: biases, rotary, and a token's factor in its own output),
 decays_fwd, and the scan. Backward: rotate again, which takes less memory than to keep each head's q and k; decays_fwd; the scan's
-gradients; decays_bwd, rotate_bwd. No atomics: every sum has a fixed order.
+gradients of v; keys_bwd; decays_bwd, rotate_bwd. No atomics: every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.mamba3 import decays, rotations, rotations_bwd
+from llmtrain.kernels.mamba3.keys_bwd import keys_bwd
 from llmtrain.kernels.mamba3.reference import State, with_token_before
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.ssd import split_heads
-from llmtrain.kernels.ssd.triton import default_launch, document_numbers, initial_gradient, scan, scan_gradients
+from llmtrain.kernels.ssd.triton import default_launch, document_numbers, initial_gradient, scan, value_gradients
 from llmtrain.kernels.ssd.triton_launch import Launch
 
 
 def build(spec: Mamba3Spec, platform: Platform, variant: str) -> TritonMamba3:
     launch = default_launch(spec.scan, platform)
     # Where no gradients are summed over heads, chunks of one tile spare the kernel between halves more than their states cost.
-    return TritonMamba3(replace(launch, chunk_size_bwd=launch.tile, intra_chunk_halves_bwd=None))
+    scaled = launch.fp16_states and launch.tile >= rotations.TILE
+    return TritonMamba3(replace(launch, chunk_size_bwd=launch.tile, intra_chunk_halves_bwd=None, fp16_states=scaled))
 
 
 class TritonMamba3:
@@ -57,7 +59,7 @@ def launch_forward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     sums = rotations.rotation_sums(rate, dt)
-    rotated_q, rotated_k, skip, _, angle, last_k = rotations.rotate(
+    rotated, skip, _, angle, last_k = rotations.rotate(
         q, k, dt, later, rate, q_bias, k_bias, D, _wide(first), sums, launch.num_sms
     )
     parts = launch.head_parts(shape[3])
@@ -68,7 +70,7 @@ def launch_forward(
         log_decay, dt, later, document_numbers(document_ids), launch.chunk_size, False, parts
     )
     final = torch.empty((v.shape[0], *v.shape[2:], q.shape[3]), dtype=torch.float32, device=v.device)
-    y = scan(v, rotated_k, rotated_q, skip, dA_cumsum, seq_idx, h, launch, final)
+    y = scan(v, rotated.B, rotated.C, skip, dA_cumsum, seq_idx, h, launch, final)
     return y.view(shape), final.view(shape[0], *shape[2:], q.shape[3]), angle, last_k, sums
 
 
@@ -96,20 +98,32 @@ def launch_backward(
     tensors = _in_order(q, k, log_decay, dt, later, rate, q_bias, k_bias, D)
     q, k, log_decay, dt, later, rate, q_bias, k_bias, D = tensors
     inputs, ids, first = (q, k, dt, later, rate, q_bias, k_bias, D), document_numbers(document_ids), _wide(first)
-    rotated_q, rotated_k, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms)
     chunk, parts = launch.chunk_size_bwd, launch.head_parts(v.shape[3])
+    scaled = chunk if launch.fp16_states and q.element_size() == 2 else None
+    rotated, skip, score, _, _ = rotations.rotate(*inputs, first, sums, launch.num_sms, scaled)
     dA_cumsum, largest, seq_idx = decays.decays_fwd(log_decay, dt, later, ids, chunk, launch.fp16_states, parts)
-    # In fp32: the gradient of an angle is what is left of sums over all later tokens, of which the largest part cancels.
-    dk, dq = (torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (rotated_k, rotated_q))
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_h = initial_gradient(h, v)
-    terms, _, ddA_state, ddA_blocks = scan_gradients(
-        dy, d_final, v, rotated_k, rotated_q, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, dk, dq, d_h)
+    dy, v, states, terms, *_ = value_gradients(
+        dy, d_final, v, rotated, skip, dA_cumsum, largest, seq_idx, h, launch, (dv, d_h), with_dCB=False
+    )
+    dq, dk, d_angles, ddA_state, ddA_blocks = keys_bwd(
+        dy,
+        v,
+        rotated,
+        dA_cumsum,
+        seq_idx,
+        states,
+        terms,
+        rate.shape[2],
+        chunk,
+        launch.input_precision,
+        launch.inter_chunk_bwd,
     )
     d_log_decay, d_weight, d_skip = decays.decays_bwd(dt, later, ids, dA_cumsum, terms, ddA_state, ddA_blocks, chunk)
     last = (None if t is None else t.contiguous() for t in (d_angle, d_last_k))
     dq, dk, d_dt, d_later, d_rate, *d_parameters, d_first = rotations_bwd.rotate_bwd(
-        dq, dk, d_weight, d_skip, *last, score, *inputs, first, sums, ids, launch.num_sms
+        dq, dk, d_angles, d_weight, d_skip, *last, score, *inputs, first, sums, ids, launch.num_sms
     )
     found = (dq, dk, dv, d_log_decay, d_dt, d_later, d_rate, *d_parameters)
     gradients = [gradient.to(one.dtype) for gradient, one in zip(found, like, strict=True)]

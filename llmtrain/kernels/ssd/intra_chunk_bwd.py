@@ -40,13 +40,13 @@ from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 def intra_chunk_bwd(
     dy: Tensor, x: Tensor, bc: ScaledBC, D: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None, states: States,
     ddA_terms: Tensor, chunk: int, tile: int, precision: str, launch: HeadLoopLaunch, num_sms: int,
-    dx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx: Tensor | None = None, with_dCB: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Gradients over the pairs of each tile, and all of dx except what comes through other tiles of the same chunk.
 
     Fills `ddA_terms`, [batch, heads, chunks, 3, chunk] (see chunk_cumsum_bwd). dx: memory for it (see `token_stride`);
-    None: allocated. Returns dx; dCB by blocks of heads, [blocks, batch, tiles, groups, tile, tile]; and B_j . C_j,
-    [batch, chunks, groups, chunk].
+    None: allocated. Returns dx; dCB by blocks of heads, [blocks, batch, tiles, groups, tile, tile], if it is wanted; and
+    B_j . C_j, [batch, chunks, groups, chunk].
     """
     batch, seq_len, n_heads, head_dim = x.shape
     n_groups, d_state = bc.B.shape[2:]
@@ -54,7 +54,9 @@ def intra_chunk_bwd(
     heads, blocks = head_blocks(x, n_groups, tiles, launch, num_sms)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     # inter_chunk_bwd multiplies it with B and C, in their dtype.
-    dCB = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
+    dCB = None
+    if with_dCB:
+        dCB = torch.empty((blocks, batch, tiles, n_groups, tile, tile), dtype=x.dtype, device=x.device)
     cb_diagonal = torch.empty((batch, chunks, n_groups, chunk), dtype=torch.float32, device=x.device)
     strides = tuple(s for t in (dy, x, bc.B, bc.C) for s in t.stride()[:3])
     wanted = launch.use_tma and d_state == padded(d_state)
@@ -201,14 +203,16 @@ def _intra_chunk_bwd(
             decay = tl.exp2(tl.minimum(a[None, :] - a[:, None], 0.0))
             decayed = (cb * decay).to(dy_tile.dtype)
             d_pair *= decay
-            dcb += d_pair * dt[:, None]
+            if dCB is not None:
+                dcb += d_pair * dt[:, None]
             d_pair *= cb
         else:
             decay = tl.exp2((a + cb_exponent)[None, :] - a[:, None])  # overflows only where it is masked
             pair_mask = q[:, None] < later
             if seq_idx is not None:
                 pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
-            dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^cb_exponent, after the loop
+            if dCB is not None:
+                dcb += d_pair * decay * dt[:, None]  # masked, and divided by 2^cb_exponent, after the loop
             decayed = tl.where(pair_mask, tl.dot(b_tile, tl.trans(c_tile), input_precision=PRECISION) * decay, 0.0)
             d_pair *= decayed
         tl.store(found + CHUNK, tl.sum(d_pair, 1))
@@ -231,14 +235,15 @@ def _intra_chunk_bwd(
             inside = (q < seq_len)[:, None] & (p < HEAD_DIM)[None, :]
             tl.store(dx + head * HEAD_DIM + to, d_x.to(dx.dtype.element_ty), mask=inside)
 
-    if TOKEN_SKIP:
-        pair_mask = q[:, None] < q[None, :]
-    else:
-        pair_mask = q[:, None] <= q[None, :]
-    if seq_idx is not None:
-        if KEEP_CB:  # loaded anew: over the loop it would cost registers
-            seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
-        pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
-    of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
-    dcb = tl.where(pair_mask, dcb * tl.exp2(-cb_exponent), 0.0).to(dCB.dtype.element_ty)
-    tl.store(dCB + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :], dcb)
+    if dCB is not None:
+        if TOKEN_SKIP:
+            pair_mask = q[:, None] < q[None, :]
+        else:
+            pair_mask = q[:, None] <= q[None, :]
+        if seq_idx is not None:
+            if KEEP_CB:  # loaded anew: over the loop it would cost registers
+                seq_idx_t = tl.load(seq_idx + row * chunks * CHUNK + first + q)
+            pair_mask = pair_mask & (seq_idx_t[:, None] == seq_idx_t[None, :])
+        of_block = ((block * batch + row) * tiles + tile) * N_GROUPS + group
+        dcb = tl.where(pair_mask, dcb * tl.exp2(-cb_exponent), 0.0).to(dCB.dtype.element_ty)
+        tl.store(dCB + of_block * (TILE * TILE) + q[:, None] * TILE + q[None, :], dcb)

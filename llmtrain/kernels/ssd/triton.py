@@ -166,25 +166,11 @@ def scan_gradients(
     """Write the gradients of x, B, C and the initial state, if there is one; return the terms of chunk_cumsum_bwd. dA_cumsum: as
     chunk_cumsum_fwd returns it for launch.chunk_size_bwd, changed as chunk_cumsum_bwd says."""
     dx, dB, dC, d_initial = into
-    if (parts := launch.head_parts(x.shape[3])) > 1:
-        dy, x = (split_heads.split(t, parts) for t in (dy, x))
-        initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
-        dx = dx.view(x.shape)  # a view: it is written
-        d_initial = d_initial if initial_state is None else d_initial.view(initial_state.shape)
+    B, C = _unit_stride(B), _unit_stride(C)
     chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
-    dy, x, B, C = (_unit_stride(t) for t in (dy, x, B, C))
-    initial, d_final = _state(initial_state), _state(d_final_state)
-    d_initial_out = None if initial is None else d_initial
     bc = block_scaled_fp16.scale_bc(B, C, tile, launch.fp16_states, (dB, dC))
-    both = launch.state_passing_bwd_for(x.shape[0] * x.shape[2], B.shape[3], x.shape[3])
-    passing = (chunk, tile, precision, both)
-    states = state_passing.state_passing_bwd(
-        x, dy, bc, dA_cumsum, largest_dt, seq_idx, initial, d_final, d_initial_out, *passing
-    )
-    ddA_terms = torch.empty((*dA_cumsum.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
-    _, dCB, cb_diagonal = intra_chunk.intra_chunk_bwd(
-        *(dy, x, bc, D, dA_cumsum, seq_idx, states, ddA_terms),
-        *(chunk, tile, precision, launch.intra_chunk_bwd, launch.num_sms, dx),
+    dy, x, states, ddA_terms, dCB, cb_diagonal, dx = value_gradients(
+        dy, d_final_state, x, bc, D, dA_cumsum, largest_dt, seq_idx, initial_state, launch, (dx, d_initial)
     )
     dCB_halves = None
     if launch.intra_chunk_halves_bwd:
@@ -195,6 +181,36 @@ def scan_gradients(
         *(chunk, tile, precision, launch.inter_chunk_bwd, launch.num_sms, dB, dC),
     )
     return ddA_terms, cb_diagonal, ddA_state, ddA_blocks
+
+
+def value_gradients(
+    dy: Tensor, d_final_state: Tensor | None, x: Tensor, bc: block_scaled_fp16.ScaledBC, D: Tensor, dA_cumsum: Tensor,
+    largest_dt: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None, launch: Launch, into: Sequence[Tensor],
+    with_dCB: bool = True,
+) -> tuple[Tensor, Tensor, state_passing.States, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Write the gradients of x, but for what intra_chunk_halves_bwd adds, and of the initial state. Return dy, x and dx by parts of
+    heads, first and last, and between them the states, ddA_terms, dCB and B_j . C_j of intra_chunk_bwd."""
+    dx, d_initial = into
+    if (parts := launch.head_parts(x.shape[3])) > 1:
+        dy, x = (split_heads.split(t, parts) for t in (dy, x))
+        initial_state, d_final_state = (split_heads.split_state(t, parts) for t in (initial_state, d_final_state))
+        dx = dx.view(x.shape)  # a view: it is written
+        d_initial = d_initial if initial_state is None else d_initial.view(initial_state.shape)
+    chunk, tile, precision = launch.chunk_size_bwd, launch.tile, launch.input_precision
+    dy, x = _unit_stride(dy), _unit_stride(x)
+    initial, d_final = _state(initial_state), _state(d_final_state)
+    d_initial_out = None if initial is None else d_initial
+    both = launch.state_passing_bwd_for(x.shape[0] * x.shape[2], bc.B.shape[3], x.shape[3])
+    passing = (chunk, tile, precision, both)
+    states = state_passing.state_passing_bwd(
+        x, dy, bc, dA_cumsum, largest_dt, seq_idx, initial, d_final, d_initial_out, *passing
+    )
+    ddA_terms = torch.empty((*dA_cumsum.shape[:3], 3, chunk), dtype=torch.float32, device=x.device)
+    _, dCB, cb_diagonal = intra_chunk.intra_chunk_bwd(
+        *(dy, x, bc, D, dA_cumsum, seq_idx, states, ddA_terms),
+        *(chunk, tile, precision, launch.intra_chunk_bwd, launch.num_sms, dx, with_dCB),
+    )
+    return dy, x, states, ddA_terms, dCB, cb_diagonal, dx
 
 
 def initial_gradient(initial_state: Tensor | None, like: Tensor) -> Tensor:
