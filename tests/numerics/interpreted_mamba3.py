@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.mamba3 import rotations
+from llmtrain.kernels.mamba3 import keys_bwd, rotations
 from llmtrain.kernels.mamba3.reference import ReferenceMamba3
 from llmtrain.kernels.mamba3.spec import Mamba3Spec
 from llmtrain.kernels.mamba3.step import ReferenceMamba3Step
@@ -25,6 +25,8 @@ GPU = Platform("nvidia", "sm90", "", 1 << 36, 132)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(rotations, "TILE", 16)
+    monkeypatch.setattr(keys_bwd, "_ROWS", 16)
+    monkeypatch.setattr(keys_bwd, "_HEADS_PER_PROGRAM", 2)
 
 
 def small(spec: Mamba3Spec, num_sms: int = 1, split: int | None = None) -> Launch:
