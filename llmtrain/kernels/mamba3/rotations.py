@@ -188,7 +188,7 @@ def _largest(x, token, tokens, D_STATE: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _exponent(largest, bias, D_STATE: tl.constexpr):
-    """That of biased and rotated channels, of which none exceeds 2^(1/2) times the largest before it rotates."""
+    """Exponent of biased and rotated channels, of which none exceeds 2^(1/2) times the largest before it rotates."""
     c = tl.arange(0, triton.next_power_of_2(D_STATE))
     added = tl.load(bias + c, mask=c < D_STATE, other=0.0).to(tl.float32)
     return exponent_of(1.5 * (largest + tl.max(tl.abs(added))))
