@@ -105,6 +105,21 @@ def test_rounding_of_16_bits_does_not_add_up_over_later_tokens():
         assert (one.double() - value).norm() <= 8e-4 * value.norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e7])
+def test_scaled_keys_are_the_rotated_ones_rounded_to_fp16(size):
+    """In its range, whatever their size, in blocks of two tiles, of which the last is not whole."""
+    spec = Mamba3Spec(2, 16, 24, 1, 6, dtype="float32")
+    q, k, _, _, dt, later, rate, q_bias, k_bias, D = support.inputs("mamba3", spec, 2, 70)
+    q, k, q_bias, k_bias = (size * t for t in (q, k, q_bias, k_bias))
+    given = (q, k, dt, later, rate, q_bias, k_bias, D, None, rotations.rotation_sums(rate, dt), 1)
+    exact, found = rotations.rotate(*given)[0], rotations.rotate(*given, 32)[0]
+    assert found.exponents is not None
+    for wanted, halves, exponents in zip(exact[:2], found[:2], found.exponents, strict=True):
+        assert halves.dtype == torch.float16 and 1 << 11 < halves.abs().max() < 1 << 15
+        scales = exponents.exp2().repeat_interleave(32, 1)[:, :70, :, None]
+        torch.testing.assert_close(halves * scales, wanted, rtol=2**-10, atol=2**-24 * size)
+
+
 def test_angles_of_a_long_text_stay_exact():
     spec = Mamba3Spec(1, 16, 16, 1, 8, dtype="float32")
     tensors = support.inputs("mamba3", spec, 1, 600)

@@ -31,7 +31,7 @@ def scale_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Tensor, Te
     """B and C in block-scaled fp16 if `fp16` and they have 16 bits; else as they are.
 
     into: memory for the result, like B and C with contiguous groups (that of their gradients, which are written when the
-        result is no longer needed), or contiguous and of wider numbers.
+        result is no longer needed).
     """
     bc, (batch, seq_len, n_groups, d_state) = empty_scaled_bc(B, C, tile, fp16, into), B.shape
     if bc.exponents is not None:
@@ -50,7 +50,6 @@ def empty_scaled_bc(B: Tensor, C: Tensor, tile: int, fp16: bool, into: tuple[Ten
     if not fp16 or B.element_size() > 2:
         return ScaledBC(B, C, None)
     b, c = into or (torch.empty(B.shape, dtype=B.dtype, device=B.device) for _ in range(2))
-    b, c = (t if t.element_size() == 2 else t.view(-1).view(B.dtype)[: t.numel()].view(t.shape) for t in (b, c))
     shape = (2, B.shape[0], cdiv(B.shape[1], tile), B.shape[2])
     exponents = torch.empty(shape, dtype=torch.float32, device=B.device)
     return ScaledBC(b.view(torch.float16), c.view(torch.float16), exponents)
