@@ -27,6 +27,8 @@ Record = Mapping[str, Any]
 Function = Callable[[str, Record], float]
 START_SECONDS = 60.0
 """For the process to start and to import what the reward needs."""
+MOST_REWARD = 1e12
+"""Sums of rewards stay within fp32, and their squares within fp64: with more, a group's standard deviation would be infinite."""
 
 
 def _exact(reward: RewardSection) -> Function:
@@ -186,7 +188,8 @@ def _main() -> None:
         number = asked["number"]
         try:
             found = float(function(asked["answer"], asked["record"]))
-            say({"reward": found} if math.isfinite(found) else {"error": f"the reward is {found}"})
+            usable = abs(found) <= MOST_REWARD  # nor is NaN
+            say({"reward": found} if usable else {"error": f"the reward is {found:g}, not within ±{MOST_REWARD:g}"})
         except Exception as error:
             say({"error": _reason(error)})
 

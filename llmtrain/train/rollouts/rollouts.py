@@ -291,7 +291,7 @@ class Rewarder(contextlib.ExitStack):
                 process.failures.clear()
                 return math.nan
             total += section.weight * found
-        return total if math.isfinite(total) else math.nan
+        return total
 
     def _punishment(self, answer: Answer) -> float:
         """DAPO's (arXiv:2503.14476, equation 13): 0 up to max_new_tokens - margin, then down to -1."""

@@ -19,6 +19,7 @@ def own(answer, record):
     if answer == "raise": raise KeyError("no such thing")
     if answer == "exit": os._exit(3)
     if answer == "nan": return float("nan")
+    if answer == "huge": return -1e300
     if answer == "text": return "many"
     if answer == "fork": os.fork()
     if answer == "stop": raise SystemExit("enough")
@@ -58,13 +59,14 @@ def test_an_own_function_may_fail_in_any_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record = {"most": 4}
     with RewardProcess(RewardSection(name="function", function="mine:own", allow_code=True, seconds=1.0)) as rewards:
-        answers = ["ab", "hang", "raise", "exit", "nan", "text", "abcd"]
+        answers = ["ab", "hang", "raise", "exit", "nan", "huge", "text", "abcd"]
         found = rewards.score([(one, record) for one in answers])
         assert (found[0], found[-1]) == (0.5, 1) and all(map(math.isnan, found[1:-1]))
         assert rewards.failures == {
             "took longer than 1 s, or ended its process": 2,
             "KeyError: 'no such thing'": 1,
-            "the reward is nan": 1,
+            "the reward is nan, not within ±1e+12": 1,
+            "the reward is -1e+300, not within ±1e+12": 1,
             "ValueError: could not convert string to float: 'many'": 1,
         }
     for function, message in (
