@@ -125,7 +125,7 @@ class ExpertsSection(FeedForwardSection):
             yield self.problem_at("router.groups", f"does not divide n_experts ({n})")
         elif router.groups > 1 and n // router.groups < 2 and router.group_score == "two_best":
             yield self.problem_at("router.groups", f"leaves one expert to a group of {n}; use fewer, or 1")
-        elif self.top_k > n // router.groups * router.top_groups:
+        elif n >= self.top_k > n // router.groups * router.top_groups:
             room = n // router.groups * router.top_groups
             yield self.problem_at(
                 "top_k", f"exceeds the experts in router.top_groups of router.groups ({room}); use fewer"
