@@ -1,6 +1,6 @@
 """Load all of a checkpoint's parameters or some into a new run, with or without their optimizer state."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,6 +40,14 @@ class Loaded:
         return "\n".join(lines)
 
 
+def together(found: Sequence[Loaded]) -> Loaded:
+    """What ranks that hold parts of one model have loaded."""
+    taken = list(dict.fromkeys(name for one in found for name in one.taken))
+    fresh = list(dict.fromkeys(name for one in found for name in one.fresh))
+    skipped = set.intersection(*(set(one.skipped) for one in found))
+    return replace(found[0], taken=taken, fresh=fresh, skipped=sorted(skipped))
+
+
 def load_part(
     folder: Path,
     manifest: Manifest,
@@ -67,7 +75,7 @@ def load_part(
     copied = _upcycled(shapes, index) if wanted.upcycle else {}
     layers = tuple(f"{name.partition('.experts.')[0]}." for name in copied)
     fresh = {name for name in shapes if name.startswith(layers) and ".experts." not in name}  # routers
-    taken = _choose(folder, shapes, index, wanted, {*added, *fresh, *copied})
+    taken = _choose(folder, shapes, index, wanted, {*added, *fresh, *copied}, getattr(model, "is_whole", True))
     weights = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in taken}
     load_state(stack, weights, verify=verify)
     experts = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in copied}
@@ -127,10 +135,15 @@ def _upcycled(shapes: Mapping[str, tuple[int, ...]], index: Index) -> dict[str, 
 
 
 def _choose(
-    folder: Path, shapes: dict[str, tuple[int, ...]], index: Index, wanted: InitialWeights, added: Collection[str]
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    index: Index,
+    wanted: InitialWeights,
+    added: Collection[str],
+    whole: bool,
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters to take, with their shapes."""
-    for pattern in wanted.parameters:
+    """The parameters to take, with their shapes. whole: these are the model's, of which a stage of a pipeline may take none."""
+    for pattern in wanted.parameters if whole else ():
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise CheckpointError(f"init_from.parameters: {pattern} matches no parameter of the model")
     taken, wrong = {}, []
@@ -151,6 +164,6 @@ def _choose(
             f"init_from: {folder} does not hold what was asked for (strict: false leaves it fresh):\n  "
             + first_few(wrong, 20, "\n  ")
         )
-    if not taken:
+    if whole and not taken:
         raise CheckpointError(f"init_from: nothing in {folder} fits: {first_few(wrong, 8)}")
     return taken

@@ -211,9 +211,18 @@ def load_state(stack: Sequence[Layer], state: dict[str, Any], *, verify: bool, v
             if lowest or name in layer.index.tensors or (number == 0 and not name.startswith("model."))
         }
         rest = {name: value for name, value in rest.items() if name not in here}
-        if here:
+        if _anywhere(bool(here)):  # a stage of a pipeline may need nothing of it
             _load_layer(layer, here, verify if number == 0 or verify_base is None else verify_base)
             state.update(here)
+
+
+def _anywhere(here: bool) -> bool:
+    """True if it is true of some rank. Called by every rank."""
+    if not dist.is_initialized():
+        return here
+    found = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    return any(found)
 
 
 def _load_layer(layer: Layer, state: dict[str, Any], verify: bool) -> None:

@@ -114,6 +114,11 @@ class HybridLM(nn.Module):
         return self.spans[0][0] == 0
 
     @property
+    def is_whole(self) -> bool:
+        """False for a stage of a pipeline."""
+        return self.begins and self.ends and len(self.spans) == 1
+
+    @property
     def ends(self) -> bool:
         """The model's last layer is here."""
         return self.spans[-1][1] == len(self.config.layer_list())

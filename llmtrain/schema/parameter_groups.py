@@ -30,10 +30,12 @@ class ParameterSettings:
     matched: tuple[str, ...] = ()
 
 
-def parameter_settings(config: OptimizerSection, parameters: Iterable[NamedParameter]) -> dict[str, ParameterSettings]:
-    """Settings of every trained parameter by name. Raises UserError for entries that `group_problems` reports."""
+def parameter_settings(
+    config: OptimizerSection, parameters: Iterable[NamedParameter], whole: bool = True
+) -> dict[str, ParameterSettings]:
+    """Settings of every trained parameter by name. Raises UserError for entries that `group_problems` reports of a whole model."""
     parameters = [parameter for parameter in parameters if parameter.trainable]
-    if problems := list(group_problems(config, parameters)):
+    if whole and (problems := list(group_problems(config, parameters))):
         raise UserError("\n".join(f"{problem.path} = {problem.found}: {problem.message}" for problem in problems))
     found = {}
     for parameter in parameters:

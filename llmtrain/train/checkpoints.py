@@ -18,7 +18,7 @@ from llmtrain.checkpoint.beneath import Beneath, base_of
 from llmtrain.checkpoint.format.manifest import CheckpointError
 from llmtrain.checkpoint.initial_weights import initial_checkpoint
 from llmtrain.checkpoint.local import LocalCheckpoint
-from llmtrain.checkpoint.partial_load import load_part
+from llmtrain.checkpoint.partial_load import load_part, together
 from llmtrain.checkpoint.retention import Retention
 from llmtrain.checkpoint.save_load import SaveError, beneath_of
 from llmtrain.checkpoint.saver import Saver
@@ -171,7 +171,9 @@ def _loaded(training: Training, resumed: LocalCheckpoint | None) -> Beneath | No
             added=training.added,
             seed=config.seed,
         )
-        run_log.info(loaded.summary())
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, loaded, gloo_group())
+        run_log.info(together(found).summary())
         beneath = beneath_of(model, base_of(initial), held=[f"model.{name}" for name in loaded.fresh])
     else:
         model.init_weights(config.seed)

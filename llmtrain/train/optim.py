@@ -20,10 +20,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """The optimizer that the section names. Each of its groups has the peak learning rate as `lr`, and a weight decay; those of
     the section come first, with decay and without. Frozen parameters are in none.
 
-    Raises UserError for entries of optimizer.groups that fit no parameter.
+    Raises UserError for entries of optimizer.groups that fit no parameter of a whole model.
     """
     parameters = parameter_info(model, config.decay_embeddings)
-    settings = parameter_settings(config, parameters.values())
+    settings = parameter_settings(config, parameters.values(), getattr(model, "is_whole", True))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(config.lr, config.weight_decay): [], (config.lr, 0.0): []}
     for parameter, info in parameters.items():
         if not info.trainable:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from llmtrain.checkpoint import partial_load
 from llmtrain.distributed.world import gloo_group
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.config import Config
@@ -188,7 +189,14 @@ PARTS = {
         "model.tie_embeddings": False,
         "train.parallel.virtual_stages": 2,
     },
-    "8-bit states in host memory": {"optimizer": {"type": "adamw_8bit", "lr": 3e-3, "offload": True}},
+    "8-bit states in host memory, a group of one stage": {
+        "optimizer": {
+            "type": "adamw_8bit",
+            "lr": 3e-3,
+            "offload": True,
+            "groups": [{"match": "blocks.0.*", "lr": 1e-3}],
+        }
+    },
 }
 
 
@@ -225,6 +233,30 @@ def test_every_part_of_a_step_is_that_of_one_rank(ranks, shards, tmp_path, kind)
         torch.testing.assert_close(
             tensors_of_stages[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def started(config: Config) -> tuple[Run, str]:
+    """A job: a run, and what rank 0 says of the weights that it begins with."""
+    said = list[str]()
+    with patch.object(
+        partial_load.Loaded, "summary", lambda one, make=partial_load.Loaded.summary: said.append(make(one)) or ""
+    ):
+        return train(config), "".join(said)
+
+
+@pytest.mark.ci
+def test_a_run_starts_from_some_weights_of_another(ranks, shards, tmp_path):
+    """Of which one stage has none; what is said is of all stages."""
+    base = tmp_path / "base"
+    ranks(1).run(train, tiny_config(shards, base, EIGHT))
+    found = []
+    for size in (1, 2):
+        settings = {"init_from": {"path": str(base), "parameters": ["blocks.0.*"]}, "train.parallel.pipeline": size}
+        found.append(ranks(size).run(started, tiny_config(shards, tmp_path / str(size), EIGHT | settings))[0])
+    (run, said), (staged, said_of_stages) = found
+    assert said == said_of_stages
+    assert "left fresh" in said and "skipped" in said
+    assert_same_run(staged, run)
 
 
 @pytest.mark.ci
