@@ -41,7 +41,7 @@ class Loaded:
 
 
 def together(found: Sequence[Loaded]) -> Loaded:
-    """What ranks that hold parts of one model have loaded."""
+    """Names of all that ranks which hold parts of one model have loaded."""
     taken = list(dict.fromkeys(name for one in found for name in one.taken))
     fresh = list(dict.fromkeys(name for one in found for name in one.fresh))
     skipped = set.intersection(*(set(one.skipped) for one in found))
