@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmtrain.schema.data import PrepareConfig
 from tests.support.interpreter import FURTHER
-from tests.support.process_state import restored
+from tests.support.process_state import SIGNALS, restored
 from tests.support.ranks import Ranks
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
@@ -28,6 +29,9 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+HANDLERS = pytest.StashKey[dict[signal.Signals, Any]]()
+"""Of signals, before tests are collected."""
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew for evil queens".split()  # noqa: SIM905
 
@@ -95,11 +99,15 @@ def pytest_configure(config) -> None:
     os.environ[FURTHER] = "--ci" * config.getoption("--ci")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup`: what tests start would ignore it too
         signal.signal(signal.SIGHUP, lambda *_: None)
+    config.stash[HANDLERS] = {number: signal.getsignal(number) for number in SIGNALS}
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def pytest_collection_finish(session) -> None:
+    # Composer takes signals as it is imported. A process that a test forks would inherit that, and may not end by SIGTERM.
+    for number, handler in session.config.stash[HANDLERS].items():
+        signal.signal(number, handler)
     gc.collect()
     gc.freeze()  # of what is there now, nothing becomes garbage
     gc.enable()

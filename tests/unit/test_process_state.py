@@ -9,6 +9,7 @@ import sys
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor
+from composer.core import Engine
 
 from llmtrain.kernels import tuning
 from tests.support.process_state import restored
@@ -53,3 +54,8 @@ def test_all_that_a_run_changes_is_as_before(tmp_path):
         changed = seen()
     assert not [at for at, (one, other) in enumerate(zip(before, changed, strict=True)) if one == other]
     assert seen() == before
+
+
+def test_no_library_that_tests_import_has_taken_signals():
+    assert Engine, "its import takes them"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
