@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import aiohttp
@@ -317,11 +318,11 @@ def test_too_many_requests_are_refused_and_waiting_has_an_end():
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_that_fails_ends_answers_with_an_error(stream, monkeypatch, caplog):
     server = make_server(MODEL, OWN)
-    step = Engine.step
+    step, begun = Engine.step, threading.Event()
 
     def failing(engine: Engine) -> None:
         step(engine)
-        if engine.tokens_drawn > 3:
+        if engine.tokens_drawn > 3 and (not stream or begun.wait(100)):
             raise RuntimeError("out of memory")
 
     monkeypatch.setattr(Engine, "step", failing)
@@ -329,6 +330,7 @@ def test_an_engine_that_fails_ends_answers_with_an_error(stream, monkeypatch, ca
     async def use(client):
         body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "stream": stream, "logprobs": 0}
         async with client.post("/v1/completions", json=body) as response:
+            begun.set()
             status, text = response.status, await response.text()
         async with client.get("/health") as health:
             return status, text, health.status, await post(client, "completions", {"prompt": "a"})
