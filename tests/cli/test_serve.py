@@ -65,6 +65,7 @@ NO_HTTP = {
 }
 
 
+@pytest.mark.ci
 def test_what_is_no_http_is_refused_without_a_traceback(model):
     async def use(address: str) -> None:
         for what, (sent, status) in NO_HTTP.items():

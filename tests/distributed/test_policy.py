@@ -85,6 +85,7 @@ def test_ranks_and_microbatches_do_not_change_a_run(loss: str, data: Path, tmp_p
     assert any(grad > 0 for grad in expected["train/grad_norm"].values())
 
 
+@pytest.mark.ci
 def test_a_run_is_the_same_with_copied_weights_and_with_gathered_ones(data: Path, tmp_path: Path, ranks):
     found = {}
     for weights in ("copied", "gathered"):
