@@ -34,9 +34,8 @@ class EarlyRanks:
         self.command = command
         self.environment = {**os.environ, **core_share(max(processes, 1)), LAUNCHER: str(os.getpid())}
         self.waiting: list[tuple[subprocess.Popen, socket.socket]] = []
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, saving_signals()
-        )  # inherited: the launcher answers them, which waits
+        # Ranks inherit the mask: the launcher answers these signals, and waits for them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, saving_signals())
         try:
             for rank in range(processes if processes > 1 else 0):
                 ours, theirs = socket.socketpair()
@@ -69,10 +68,8 @@ class EarlyRanks:
         are others there, also in LISTENER's value."""
         process, ours = self.waiting.pop(0)
         changed = {name: value for name, value in environment.items() if self.environment.get(name) != value}
-        with (
-            ours,
-            contextlib.suppress(BrokenPipeError, ConnectionResetError),
-        ):  # it has ended, which the launcher will see
+        # Of a rank that has ended the pipe is broken, which the launcher will see.
+        with ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(ours, [b"\n"], [*descriptors, *([log.fileno()] if log else [])])
             ours.sendall(json.dumps([changed, descriptors]).encode())
         return process

@@ -196,9 +196,8 @@ class Step:
         """The passes of all microbatches. Returns their losses, weighted and added up. mean: labels of a rank, of all ranks."""
         losses: dict[str, Tensor] = {}
         marks = self.graphs is None or not self.graphs.microbatches
-        apart = (
-            marks and self.sync.alone and len(parts) > 1
-        )  # of one, FSDP2 frees weights in the pass that makes gradients
+        # Of one microbatch, FSDP2 frees weights in the pass that makes gradients.
+        apart = marks and self.sync.alone and len(parts) > 1
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             if marks:
