@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from llmtrain.distributed.processes import exit_on_sigterm
+
 GROUP = """
 import sys
 from llmtrain.distributed.launch import launch
@@ -35,25 +37,30 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each group (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="of a group that hangs")
     args = parser.parse_args()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{number}.txt" for number in range(args.groups)]
         began = time.monotonic()
-        groups = []
-        for number, log in enumerate(logs):
-            command = [sys.executable, "-c", GROUP, str(args.ranks), f"{folder}/{number}", RANK]
-            with log.open("w") as output:
-                groups.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        groups: list[subprocess.Popen] = []
         failed = []
-        for number, group in enumerate(groups):
-            try:
-                status: int | str = group.wait(max(began + args.seconds - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
+        try:
+            for number, log in enumerate(logs):
+                command = [sys.executable, "-c", GROUP, str(args.ranks), f"{folder}/{number}", RANK]
+                with log.open("w") as output:
+                    groups.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+            for number, group in enumerate(groups):
+                try:
+                    status: int | str = group.wait(max(began + args.seconds - time.monotonic(), 0.0))
+                except subprocess.TimeoutExpired:
+                    status = "hung"
+                if status:
+                    failed.append(number)
+                    print(f"group {number}: {status}\n{logs[number].read_text()}")
+        finally:
+            for group in groups:
                 group.terminate()
+            for group in groups:
                 group.wait()
-                status = "hung"
-            if status:
-                failed.append(number)
-                print(f"group {number}: {status}\n{logs[number].read_text()}")
         seconds = time.monotonic() - began
         print(f"{args.groups} groups of {args.ranks} ranks: {len(failed)} failed, {seconds:.0f} s")
     return 1 if failed else 0

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.commands.processes import count_gpus
+from llmtrain.distributed.processes import exit_on_sigterm
 
 SETTINGS = (
     *("train.duration=1000000 steps", "checkpoint.interval=10 steps", "eval.interval=1000000 steps"),
@@ -37,13 +38,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of one start, at most")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are any")
     args = parser.parse_intermixed_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run below ends too
+    exit_on_sigterm()  # so that the run below ends too
     environment, found = dict(os.environ), list[float]()
     if args.device == "cpu":
         environment |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     elif args.device == "cuda" and not count_gpus():
         parser.error("--device cuda: PyTorch finds no GPU here")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"
         settings = [*SETTINGS, *args.overrides, f"run_dir={run_dir}"]
         if args.file == "quickstart":
@@ -51,7 +52,9 @@ def main() -> int:
         command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *settings]
         command += ["--nproc", str(args.nproc), "--max-restarts", str(args.kills)]
         with (Path(folder) / "log").open("w") as log:
-            run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            run = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
         try:
             for seconds in measure(run, run_dir, args):
                 found.append(seconds)
@@ -61,7 +64,8 @@ def main() -> int:
             print(f"{error}\n{(Path(folder) / 'log').read_text()[-4000:]}")
             return 1
         finally:
-            run.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
             run.wait()
             if found:
                 print(json.dumps(row(args, sorted(found))))

@@ -33,8 +33,8 @@ import torch
 from llmtrain.checkpoint.local import LocalCheckpoint
 from llmtrain.convert.checkpoint_tensors import CheckpointTensors
 from llmtrain.data.prepare import prepare
-from llmtrain.distributed.processes import LAUNCHER
-from llmtrain.errors import Preempted, RunError, exit_with
+from llmtrain.distributed.processes import LAUNCHER, exit_on_sigterm
+from llmtrain.errors import RunError, exit_with
 from llmtrain.schema.data import PrepareConfig
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept afterwards; default: a temporary one")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="llmtrain-soak-"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Preempted.status))  # what was started is to end as well
+    exit_on_sigterm()  # what was started is to end as well
     soak = Soak(folder.absolute(), random.Random(args.seed))
     try:
         soak.run(args.kills, [int(size) for size in args.ranks.split(",")])

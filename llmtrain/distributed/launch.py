@@ -7,12 +7,13 @@ import socket
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from llmtrain.distributed.early_ranks import EarlyRanks, core_share
-from llmtrain.distributed.processes import LAUNCHER, saving_signals
+from llmtrain.distributed.processes import LAUNCHER, SAME_SIGNAL_SECONDS, saving_signals
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import LISTENER, rank_environment
 from llmtrain.logs import log
@@ -34,8 +35,9 @@ def launch(
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
     memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM and SIGINT are passed on,
-    and the ranks have `grace_seconds` to save; a second one ends them at once. lock: of the run's folder, which the ranks then
-    hold as well. attempt: number of this start of the same run, from 0. early: those of them that run `command` already.
+    and the ranks have `grace_seconds` to save; a second one, more than two seconds later, ends them at once. lock: of the run's
+    folder, which the ranks then hold as well. attempt: number of this start of the same run, from 0. early: those of them that
+    run `command` already.
 
     The ranks meet at a socket of 127.0.0.1 that rank 0 inherits while it listens: no other process can take its port.
     """
@@ -52,7 +54,8 @@ def launch(
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
     held = (lock.descriptor,) if lock else ()
     ranks: list[subprocess.Popen] = []
-    before = {number: signal.signal(number, _raise_signalled) for number in saving_signals()}
+    hear = _signalled_once()
+    before = {number: signal.signal(number, hear) for number in saving_signals()}
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=2 * processes) as listener:
             port, handle = listener.getsockname()[1], listener.fileno()
@@ -75,8 +78,16 @@ class _Signalled(BaseException):
     """A signal by which a run saves, as an exception."""
 
 
-def _raise_signalled(number: int, _: object) -> None:
-    raise _Signalled(signal.Signals(number))
+def _signalled_once() -> Callable[[int, object], None]:
+    """A handler that raises _Signalled, but not for the first signal's echo: `timeout` signals a process, and then its group."""
+    heard: list[float] = []
+
+    def hear(number: int, _: object) -> None:
+        heard.append(time.monotonic())
+        if len(heard) == 1 or heard[-1] - heard[0] > SAME_SIGNAL_SECONDS:
+            raise _Signalled(signal.Signals(number))
+
+    return hear
 
 
 def _start(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 LAUNCHER = "LLMTRAIN_LAUNCHER"
 """Environment variable: the process id of our launcher, in its ranks."""
+SAME_SIGNAL_SECONDS = 2.0
+"""A job manager may signal the launcher and the ranks at once, and the launcher passes it on: that is one SIGTERM."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,6 +78,17 @@ def saving_signals() -> list[signal.Signals]:
     """Signals by which a run saves and ends: SIGTERM, SIGINT, and of _TELLING those that are not ignored (SIGHUP under `nohup`)."""
     heard = [number for number in _TELLING if signal.getsignal(number) != signal.SIG_IGN]
     return [signal.SIGTERM, signal.SIGINT, *heard]
+
+
+def exit_on_sigterm() -> None:
+    """Have the first SIGTERM raise SystemExit in this process, which then ends what it started as its contexts end; others are
+    ignored meanwhile: `timeout` signals a process, and then its group."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def serve_parent(parent: int) -> None:

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llmtrain.distributed.processes import exit_on_sigterm
 from llmtrain.schema.load import load_config
 
 SKIPPED_STEPS = 3
@@ -53,7 +54,7 @@ def main() -> int:
     identity |= {"file": Path(args.file).read_text(), "overrides": overrides, "steps": args.steps}
     args.out.mkdir(parents=True, exist_ok=True)
     runs = load_runs(args.out / "runs.json", identity)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run below ends too
+    exit_on_sigterm()  # so that the run below ends too
     for number in range(1, args.rounds + 1):
         for name, folder in checkouts.items():
             if len(runs[name]) < number:

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from llmtrain.data.prepare_streams import prepare_all
+from llmtrain.distributed.processes import exit_on_sigterm
 from llmtrain.schema.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def main() -> int:
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.limit
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run below ends too
+    exit_on_sigterm()  # so that the run below ends too
     record = args.out / "starts.json"
     done: dict[str, list[dict]] = json.loads(record.read_text()) if record.exists() else {}
     for shape in args.shapes:

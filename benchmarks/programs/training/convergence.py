@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import device_name, metric_rows, rounded
+from llmtrain.distributed.processes import exit_on_sigterm
 from llmtrain.errors import RunError
 from llmtrain.schema.load import load_config
 
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (args.out / "convergence.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
         plot(found, args.out / "convergence.png")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else what it started would outlive it
+    exit_on_sigterm()  # else what it started would outlive it
     try:
         for run in runs:
             run.start()

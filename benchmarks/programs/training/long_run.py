@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.harness.arguments import Parser, number, positive
 from benchmarks.harness.pictures import picture
 from benchmarks.harness.report import metric_rows
+from llmtrain.distributed.processes import exit_on_sigterm
 from llmtrain.errors import Preempted
 from llmtrain.schema.load import load_config
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = load_config(args.file, args.overrides).tokens_per_step
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "what.json").write_text(json.dumps({"tokens_per_step": tokens, "settings": settings}))
+    exit_on_sigterm()  # else the run would outlive it
     command = [sys.executable, "-m", "llmtrain.cli", "train", *settings, "--nproc", str(args.nproc)]
     with (args.out / "run.txt").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

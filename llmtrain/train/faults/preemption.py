@@ -14,13 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.distributed.processes import saving_signals
+from llmtrain.distributed.processes import SAME_SIGNAL_SECONDS, saving_signals
 from llmtrain.distributed.run_lock import release_all
 from llmtrain.distributed.world import gloo_group
 from llmtrain.errors import Preempted, signal_name
-
-_SAME_SIGNAL_SECONDS = 2.0
-"""A job manager may signal the launcher and the ranks at once, and the launcher passes it on: that is one SIGTERM."""
 
 
 class Preemption:
@@ -88,7 +85,7 @@ class Preemption:
                 _write_stderr(
                     f"{signal_name(number)}: saving after this step, within {self.grace_seconds:g} s; a second one ends at once"
                 )
-        elif now - self._signalled_at > _SAME_SIGNAL_SECONDS:
+        elif now - self._signalled_at > SAME_SIGNAL_SECONDS:
             _write_stderr(
                 f"a second {signal_name(number)}: ending without saving; what was trained since the last checkpoint is lost"
             )
