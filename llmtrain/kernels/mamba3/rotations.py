@@ -15,12 +15,12 @@ from llmtrain.kernels.launch import cdiv, jit, next_power_of_2
 from llmtrain.kernels.ssd.block_scaled_fp16 import ScaledBC, exponent_of, split_exponents
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
-TILE = 32
+TILE = 16
 """Tokens of a program."""
-PAIRS_PER_THREAD = 8
-"""Pairs of channels of a thread, or twice as many channels that do not rotate; what a program holds of twice as many does not fit
-into registers."""
-_LAUNCH = HeadLoopLaunch(programs_per_sm=8, num_stages=1)
+PAIRS_PER_THREAD = 16
+"""Pairs of channels of a thread, or twice as many channels that do not rotate: as many as registers hold, since a program of one
+warp waits for no other."""
+_LAUNCH = HeadLoopLaunch(programs_per_sm=16, num_stages=1)
 
 
 def constants(q: Tensor, rate: Tensor, n_heads: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from llmtrain.kernels.reduce_partials import reduce_partials
 from llmtrain.kernels.ssd.chunk_cumsum import load_documents
 from llmtrain.kernels.ssd.triton_launch import HeadLoopLaunch
 
-_LAUNCH = HeadLoopLaunch(programs_per_sm=4, num_stages=1)
+_LAUNCH = HeadLoopLaunch(programs_per_sm=8, num_stages=1)
 
 
 def rotate_bwd(
