@@ -1,7 +1,7 @@
 """LoRA and QLoRA beside peft's: tokens per second and peak memory of training steps, each in a process of its own.
 
     python -m benchmarks lora yamls/pretrain/llama3-8b.yaml data.seq_len=4096 train.microbatch_size=1 train.global_batch_size=8 \\
-        [--rank 16] [--kinds ours ours:nf4 peft peft:nf4] [--out FILE.json]
+        [--rank 16] [--steps 10] [--kinds ours ours:nf4 peft peft:nf4] [--out FILE.json]
 
 Random weights and tokens, bf16, AdamW, adapters of all linear layers but the head. ours: the model, the optimizer and the kernels
 of `llmtrain train`. peft: the class of transformers with peft's adapters and SDPA in a plain loop, without padding; with nf4 its
@@ -15,20 +15,23 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.harness.arguments import Parser
+from benchmarks.harness.arguments import Parser, positive
 from benchmarks.harness.ranks import in_process
 from benchmarks.harness.report import Report
 from llmtrain.schema.config import Config
 from llmtrain.schema.load import load_config
 
 KINDS = ("ours", "ours:nf4", "peft", "peft:nf4")
-WARMUP, STEPS = 4, 10
+WARMUP = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__name__, __doc__, config=True, out=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--steps", type=positive, default=10, help=f"steps of which the median is taken, after {WARMUP} others"
+    )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)  # in this process, as JSON
     args = parser.parse(argv)
     base = "nf4" if args.kinds[0].endswith("nf4") else "bf16"
@@ -36,16 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapt = f"adapt={{base: {base}, lora: {{rank: {args.rank}}}}}"
     config = load_config(args.file, [*args.overrides, adapt, "init_from=random"])
     if args.in_process:
-        print(json.dumps(measure(config, args.kinds[0])))
+        print(json.dumps(measure(config, args.kinds[0], args.steps)))
         return 0
     report = Report(args.out)
     for what in [*args.kinds, f"{args.kinds[0]}, again"]:
-        options = ["--rank", str(args.rank), "--kinds", what.removesuffix(", again")]
+        options = ["--rank", str(args.rank), "--steps", str(args.steps), "--kinds", what.removesuffix(", again")]
         report.add(what, **in_process("lora", args.file, *args.overrides, *options))
     return 0
 
 
-def measure(config: Config, kind: str) -> dict[str, float]:
+def measure(config: Config, kind: str, steps: int) -> dict[str, float]:
     import torch
 
     from benchmarks.harness.models import clock
@@ -55,7 +58,7 @@ def measure(config: Config, kind: str) -> dict[str, float]:
     cuda, seconds = torch.cuda.is_available(), []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARMUP + STEPS):
+    for _ in range(WARMUP + steps):
         began = clock()
         step()
         seconds.append(clock() - began)
@@ -139,8 +142,9 @@ def peers(config: Config, narrow: bool) -> Callable[[], None]:
         ]
         for owner, name, one in linears:
             shape = (one.in_features, one.out_features, one.bias is not None)
-            made = bitsandbytes.nn.Linear4bit(*shape, torch.bfloat16, quant_type="nf4")
-            made.weight = bitsandbytes.nn.Params4bit(one.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            with torch.device("meta"):
+                made = bitsandbytes.nn.Linear4bit(*shape, torch.bfloat16, quant_type="nf4")
+            made.weight = bitsandbytes.nn.Params4bit(one.weight.data, requires_grad=False, quant_type="nf4")
             made.bias = one.bias
             setattr(owner, name, made.to(device))
     sizes: dict[str, Any] = {"r": config.adapt.lora.rank, "lora_alpha": 2 * config.adapt.lora.rank}
