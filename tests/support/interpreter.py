@@ -24,7 +24,7 @@ def run_interpreted(*operations: str, cases: str = "", timeout: float = 900) -> 
     AssertionError with what was printed if a case fails or is skipped.
     """
     files = [str(ROOT / "tests" / "numerics" / f"interpreted_{operation}.py") for operation in operations]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning"]  # thousands, of the interpreter
     chosen = ["-m", cases] if cases else os.environ.get(FURTHER, "").split()
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, *chosen, *files]
     printed = output_of(*command, cwd=ROOT, seconds=timeout, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
@@ -44,7 +44,9 @@ def speed_up() -> None:
 
     - Every call of a device function replaces the whole of `triton.language` anew. The launch has done that already.
     - Every integer sum is computed a second time in 64 bits, to see whether it overflows: not at the sizes of a test.
-    - Types and shapes, of which a kernel has a few dozen, are made anew for every value: they are kept.
+    - Types and shapes, of which a kernel has a few dozen, are made anew for every value: they are kept, as constants are.
+    - Every call passes two functions that only see to its `_semantic`, and every value is asked whether it has its type's size.
+    - Operands of one type and shape pass through all rules of promotion, which leave them as they are.
     """
     from triton.language import core
     from triton.language.semantic import TritonSemantic
@@ -54,7 +56,11 @@ def speed_up() -> None:
     _replace_languages_once(interpreter)
     _keep_shapes(core)
     _keep_numpy_types(core, interpreter)
+    _call_at_once(core, interpreter)
+    _promote_only_unlike_operands(core, TritonSemantic)
+    _keep_constants(TritonSemantic)
     _broadcast_only_unlike_shapes(TritonSemantic)
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     gc.set_threshold(100_000, 50, 50)  # every value is several objects, which go without the collector
 
 
@@ -124,6 +130,70 @@ def _keep_numpy_types(core: Any, interpreter: Any) -> None:
         return found[scalar]
 
     interpreter._get_np_dtype = numpy_type
+
+
+def _call_at_once(core: Any, interpreter: Any) -> None:
+    wrapper = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+        called = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return called(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def _promote_only_unlike_operands(core: Any, semantic: Any) -> None:
+    promote = semantic.binary_op_type_checking_impl
+    divided_as_they_are = {core.float32, core.float64, core.int32, core.int64}
+    blocks: dict[Any, Any] = {}
+
+    def beside_a_number(self: Any, lhs: Any, rhs: Any, *rules: bool) -> Any:
+        first = type(lhs) is core.tensor
+        block, number = (lhs, rhs) if first else (rhs, lhs)
+        key = number, type(number), block.dtype.name, id(block.shape), first, rules
+        if key in blocks:
+            return (block, blocks[key]) if first else (blocks[key], block)
+        promoted = promote(self, lhs, rhs, *rules)
+        if promoted[not first] is block:
+            blocks[key] = promoted[first]
+        return promoted
+
+    def promote_unlike(self: Any, lhs: Any, rhs: Any, *rules: bool) -> Any:
+        if (
+            type(lhs) is type(rhs) is core.tensor
+            and lhs.dtype is rhs.dtype
+            and type(lhs.dtype) is core.dtype
+            and lhs.shape is rhs.shape
+            and (not any(rules[3:]) or lhs.dtype in divided_as_they_are)
+        ):
+            return lhs, rhs
+        kinds = {type(lhs), type(rhs)}
+        if core.tensor in kinds and not kinds.isdisjoint((int, float)):
+            return beside_a_number(self, lhs, rhs, *rules)
+        return promote(self, lhs, rhs, *rules)
+
+    semantic.binary_op_type_checking_impl = promote_unlike
+
+
+def _keep_constants(semantic: Any) -> None:
+    make = semantic.scalar_constant
+    made: dict[Any, Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        if type(value) not in (int, float) or dtype is None:
+            return make(self, value, dtype)
+        key = value, type(value), dtype.name
+        if key not in made:
+            made[key] = make(self, value, dtype)
+        return made[key]
+
+    semantic.scalar_constant = constant
 
 
 def _broadcast_only_unlike_shapes(semantic: Any) -> None:

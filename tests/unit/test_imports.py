@@ -1,11 +1,18 @@
 """Every module imports, and every name that is imported from one of ours exists, in functions too."""
 
+import ast
+import functools
+import importlib
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.support.processes import modules_after, output_of
+from tests.support.processes import modules_after
+from tests.support.ranks import warm
 
 ROOT = Path(__file__).parents[2]
 OURS = ("llmtrain", "benchmarks", "scripts")
@@ -15,48 +22,50 @@ ELSEWHERE = {
 }
 """Folders that are not imported, and why."""
 
-PROGRAM = """
-import ast, importlib, importlib.util, sys, traceback
 
-def module(name):
+def unimportable(root: Path, modules: list[str], files: list[str]) -> list[str]:
+    """What fails, one line each, in one process, forked from one that has imported torch and Composer, which takes longest.
+    modules: dotted names. files: relative paths whose imports of our names are looked up without running them."""
+    with warm().Pool(1) as pool:
+        return pool.apply_async(_unimportable, (root, modules, files)).get(timeout=600)
+
+
+def _unimportable(root: Path, modules: list[str], files: list[str]) -> list[str]:
+    sys.path.insert(0, str(root))
+    imported = {name: _module(name) for name in modules}
+    found = [
+        f"{name}: {traceback.format_exception_only(error)[-1].strip()}"
+        for name, error in imported.items()
+        if isinstance(error, BaseException)
+    ]
+    exists = functools.cache(_exists)
+    for path in files:
+        for line, *wanted in _imported_names((root / path).read_text(encoding="utf-8")):
+            if not exists(*wanted):
+                found.append(f"{path}:{line}: no {'.'.join(filter(None, wanted))}")
+    return found
+
+
+def _module(name: str) -> ModuleType | BaseException:
     try:
         return importlib.import_module(name)
     except BaseException as error:  # also SystemExit of a program that runs at import
         return error
 
-def imported_names(path):
-    for node in ast.walk(ast.parse(open(path, encoding="utf-8").read(), path)):
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] in OURS:
-            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+
+def _imported_names(text: str) -> Iterator[tuple[int, str, str | None]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in OURS:
+            yield from ((node.lineno, node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, None) for alias in node.names if alias.name.split(".")[0] in OURS)
 
-def exists(parent, name):
-    found = module(parent)
+
+def _exists(parent: str, name: str | None) -> bool:
+    found = _module(parent)
     if isinstance(found, BaseException):
         return False
-    return name is None or name == "*" or hasattr(found, name) or not isinstance(module(f"{parent}.{name}"), BaseException)
-
-OURS, (modules, files) = sys.argv[1].split(","), (part.split(",") for part in sys.argv[2:])
-for name in modules:
-    if isinstance(error := module(name), BaseException):
-        print(f"{name}: {traceback.format_exception_only(error)[-1].strip()}")
-seen = {}
-for path in files:
-    for line, *wanted in imported_names(path):
-        key = tuple(wanted)
-        if key not in seen:
-            seen[key] = exists(*key)
-        if not seen[key]:
-            print(f"{path}:{line}: no {'.'.join(filter(None, key))}")
-"""
-
-
-def unimportable(root: Path, modules: list[str], files: list[str]) -> list[str]:
-    """What fails, one line each, by one interpreter (importing torch and Composer takes longest). modules: dotted names.
-    files: relative paths whose imports of our names are looked up without running them."""
-    command = (sys.executable, "-c", PROGRAM, ",".join(OURS), ",".join(modules), ",".join(files))
-    return output_of(*command, cwd=root).splitlines()
+    return name in (None, "*") or hasattr(found, name) or not isinstance(_module(f"{parent}.{name}"), BaseException)
 
 
 def sources(*folders: str) -> list[str]:
