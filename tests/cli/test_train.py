@@ -312,7 +312,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 400) -> Any:
     pytest.fail("waited in vain")
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_killed_rank_ends_the_run_with_one_error_and_it_resumes(ranks, project, stages):
     steps = {"train.duration": "100000 steps", "checkpoint.interval": "5 steps", "checkpoint.keep_last": 2}
     project.write(steps | {"train.parallel.pipeline": stages})

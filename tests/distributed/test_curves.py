@@ -186,6 +186,7 @@ def train_with_another_ssd(*args) -> Run:
     return result
 
 
+@pytest.mark.ci
 def test_a_run_continues_with_other_kernels(ranks, shards, tmp_path, one_batch):
     """Backends are free: a checkpoint knows nothing of them. For the SSD, whose reference alone trains on a CPU, other
     chunks and the plain recurrence stand for other kernels: they add up in another order."""

@@ -147,7 +147,7 @@ def test_channels_that_forget_at_once_stand_beside_some_that_never_do():
     assert_agrees(RULES["kimi_delta"][2](64), ReferenceKimiDelta(spec), tensors, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_two_segments_are_the_whole_sequence(packed):
     """Those of a group of one rank, whose values are as many wider as a key has channels."""
     spec, seq_len = GatedDeltaSpec(4, 2, 20, 12, "float32"), 90

@@ -24,7 +24,14 @@ def run_interpreted(*operations: str, cases: str = "", timeout: float = 900) -> 
     AssertionError with what was printed if a case fails or is skipped.
     """
     files = [str(ROOT / "tests" / "numerics" / f"interpreted_{operation}.py") for operation in operations]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning"]  # thousands, of the interpreter
+    plugins = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-W",
+        "ignore::DeprecationWarning",
+    ]  # thousands, of the interpreter
     chosen = ["-m", cases] if cases else os.environ.get(FURTHER, "").split()
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *plugins, *chosen, *files]
     printed = output_of(*command, cwd=ROOT, seconds=timeout, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
