@@ -154,7 +154,7 @@ def random_case(seed: int, world_size: int, staged: bool = False) -> Case:
     sizes = range(1, world_size + 1)
     meshes = [(p, c, t) for p in sizes for c in sizes for t in sizes if world_size % (p * c * t) == 0]
     stages, context, tensor = rng.choice([(p, c, t) for p, c, t in meshes if (p > 1 if staged else p == 1 < c * t)])
-    virtual = rng.choice([1, 2]) if staged and stages < 3 else 1
+    virtual = rng.choice([1, 2]) if staged else 1
     world_size //= stages
     sharding: dict[str, Any] = {"strategy": rng.choice(["full", "grad_op", "hybrid"])}
     if sharding["strategy"] == "hybrid":
@@ -168,8 +168,8 @@ def random_case(seed: int, world_size: int, staged: bool = False) -> Case:
     if checkpointing["type"] != "selective":
         checkpointing["mlp_tokens"] = rng.choice([None, 1, 3])
     model = _random_model(rng, tensor)
-    while len(ModelConfig.model_validate_json(json.dumps(_SIZES | model)).layer_list()) < stages * virtual:
-        model = _random_model(rng, tensor)
+    layers = ModelConfig.model_validate_json(json.dumps(_SIZES | model)).layer_list()
+    model["layers"] = " ".join([model["layers"]] * math.ceil(stages * virtual / len(layers)))
     return Case(
         model=model,
         seq_len=rng.randint(2 * context, 6 * context + 20),
