@@ -77,15 +77,18 @@ def pipeline_problems(config: _Config) -> Iterator[Problem]:
     for path, (is_set, text) in refused.items():
         if is_set:
             yield Problem(path, None, f"cannot be with {KEY}: {stages}: {text}")
+    if train.global_batch_size < stages * train.least_microbatch:  # already of one pipeline
+        yield from microbatch_problems(train, 1)
 
 
 def microbatch_problems(train: TrainConfig, groups: int) -> Iterator[Problem]:
     """Fewer microbatches than stages: some stage would wait all the time. groups: of ranks that read the same samples."""
     stages = train.parallel.pipeline
     count = train.global_batch_size // (groups * train.least_microbatch)
+    whom = "the pipeline" if groups == 1 else f"each of {groups} pipelines"
     if stages > 1 and count < stages:
         text = (
-            f"gives each of {groups} pipelines {count} microbatches of {train.least_microbatch}, fewer than its {stages} stages; "
+            f"gives {whom} {count} of the {stages} microbatches (of {train.least_microbatch}) that its {stages} stages need; "
             f"use at least {groups * train.least_microbatch * stages}, a smaller train.microbatch_size, or fewer stages"
         )
         yield Problem("train.global_batch_size", train.global_batch_size, text)
@@ -96,7 +99,7 @@ def microbatch_problems(train: TrainConfig, groups: int) -> Iterator[Problem]:
             for n in (max(n for n in fitting if n < count), min(n for n in fitting if n > count))
         )
         text = (
-            f"gives each of {groups} pipelines {count} microbatches, which an interleaved schedule cannot divide into "
+            f"gives {whom} {count} microbatches, which an interleaved schedule cannot divide into "
             f"{rounds(stages, count)} equal rounds; use {fewer} or {more}, or {_VIRTUAL}: 1"
         )
         yield Problem("train.global_batch_size", train.global_batch_size, text)

@@ -269,8 +269,8 @@ RANKS = {
     ("train.parallel.pipeline=2", 3): "must divide the number of ranks (3)",
     ("train.parallel.virtual_stages=2", 2): "no effect with train.parallel.pipeline: 1",
     ("train.parallel={pipeline: 2, tensor: 2}", 6): "between 4 ranks, which must divide",
-    ("train.parallel.pipeline=2", "train.microbatch_size=64", 2, BATCH): "1 microbatches of 64, fewer than its 2 stages; use at "
-    "least 128",
+    ("train.parallel.pipeline=2", "train.microbatch_size=64", 2, BATCH): "gives the pipeline 1 of the 2 microbatches (of 64) that "
+    "its 2 stages need; use at least 128",
     ("train.parallel={pipeline: 2, context: 2}", HYBRID % 1, 4, SHARD): "must be a multiple of the 2 ranks of a stage",
     ("train.parallel.pipeline=2", HYBRID % 4, 4, SHARD): "must divide the number of ranks of a stage (2)",
     ("train.microbatch_size=auto", "train.parallel.pipeline=2", 2): "use a number",
@@ -301,6 +301,11 @@ def test_ranks_that_cannot_share_a_run_are_reported_why(load, given, message):
     settings, others = given[: given.index(ranks)], given[given.index(ranks) + 1 :]
     [path] = others or [settings[0].partition("=")[0]]
     assert message in problems(load, GOOD, *settings, world_size=ranks)[path]
+
+
+def test_a_batch_too_small_for_one_pipeline_is_refused_for_any_number_of_ranks(load):
+    found = problems(load, GOOD, "train.parallel.pipeline=2", "train.microbatch_size=64")
+    assert "use at least 128" in found[BATCH]
 
 
 def test_ranks_may_divide_experts_beside_sequences_and_layers(load):
