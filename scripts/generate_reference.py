@@ -22,6 +22,7 @@ from llmtrain.config.schema_tree import (
     sections_by_type,
     usual_type,
 )
+from llmtrain.config.setting_texts import setting_texts
 from llmtrain.convert.foundry.keys import table
 from llmtrain.eval.report.gauntlet import Gauntlet
 from llmtrain.eval.run_config import EvalRun
@@ -181,6 +182,7 @@ def _by_section(places: list[Place]) -> Mapping[Any, list[Place]]:
 def _table(place: Place, page: Page, pages: list[Page]) -> str:
     head = ["key", "value", "default", *(["on resume"] if page.resume else []), "meaning"]
     rows = [head, ["---"] * len(head)]
+    texts = setting_texts(place.section)
     for name, field in sorted(place.section.model_fields.items(), key=lambda item: item[0] != "type"):
         inner = list(_inside(field.annotation, "", False))
         required = field.is_required() or (name == "type" and place.tag is not None and not place.usual)
@@ -189,7 +191,7 @@ def _table(place: Place, page: Page, pages: list[Page]) -> str:
         if page.resume:
             cells.append("may change" if place.free or is_free(field) else "see its keys" if inner else "fixed")
         fallback = _first_sentence(_about(inner[0].section)) if len(inner) == 1 else ""
-        rows.append([*cells, " ".join((field.description or fallback).split())])
+        rows.append([*cells, " ".join((texts.get(name) or fallback).split())])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from llmtrain.config.setting_texts import setting_texts
 from llmtrain.errors import UserError
 
 
@@ -50,9 +51,16 @@ class Section(BaseModel):
     the section's own fields have decoded.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        made = handler(schema)
+        settings = handler.resolve_ref_schema(made)["properties"]
+        for name, text in setting_texts(cls).items():
+            if name in settings:
+                settings[name].setdefault("description", text)
+        return made
 
     def problems(self) -> Iterator[Problem]:
         yield from ()

@@ -47,4 +47,4 @@ class InitialWeights(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "string"}, handler(schema)]}
+        return {"anyOf": [{"type": "string"}, super().__get_pydantic_json_schema__(schema, handler)]}
