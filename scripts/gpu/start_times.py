@@ -58,6 +58,7 @@ SHAPES: dict[str, tuple[str, tuple[str, ...]]] = {
             "train.global_batch_size=4",
         ),
     ),
+    "quickstart": ("yamls/quickstart.yaml", ("train.global_batch_size=8",)),  # on two CPU cores
 }
 DONE = "FIRST STEP DONE"
 
