@@ -1,4 +1,4 @@
-"""What the settings of a section mean: the string after each in its class."""
+"""Texts of a section's settings: the string after each in its class."""
 
 import ast
 import functools
