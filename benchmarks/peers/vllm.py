@@ -3,9 +3,10 @@
     python benchmarks/peers/vllm.py OUT.tar.xz [--version 0.26.0] [--arch 90] [--uv "python3 -m uv"]
 
 For a machine that has torch, transformers and Python 3.12, but no internet: unpack it into a folder, and make an interpreter for
-`python -m benchmarks serving --vllm` of it by `exec env PYTHONPATH=FOLDER python3 "$@"`. Other architectures' code becomes zeros;
-FlashAttention, experts, vision and what reads grammars are left out or stand-ins, so name attention_backend TRITON_ATTN and switch
-FlashInfer's sampler off (VLLM_USE_FLASHINFER_SAMPLER=0). It has served Nemotron-H and Zamba2 on an H100.
+`python -m benchmarks serving --vllm` of it by `exec env PYTHONPATH=FOLDER python3 "$@"`, or a server for `llmtrain bench serve` by
+`PYTHONPATH=FOLDER python3 -m vllm.entrypoints.cli.main serve MODEL`. Other architectures' code becomes zeros; FlashAttention,
+experts, vision and what reads grammars are left out or stand-ins, so name attention_backend TRITON_ATTN and switch FlashInfer's
+sampler off (VLLM_USE_FLASHINFER_SAMPLER=0). It has served Nemotron-H and Zamba2 on an H100.
 """
 
 import argparse
@@ -21,11 +22,13 @@ from llmtrain.errors import exit_with
 
 PACKAGES = (
     *("annotated-doc", "annotated-types", "astor", "attrs", "blake3", "cachetools", "cbor2"),
+    *("click", "h11", "jmespath", "model-hosting-container-standards", "prometheus-fastapi-instrumentator"),
     *("compressed-tensors==0.17.0", "depyf==0.20.0", "dill", "diskcache", "distro", "fastapi<0.137", "gguf", "ijson"),
     *("jiter", "jsonschema", "jsonschema-specifications", "lark==1.2.2", "loguru", "mistral-common", "msgspec"),
     *("openai==2.40.0", "openai-harmony==0.0.8", "opentelemetry-api", "partial-json-parser", "pybase64", "pycountry"),
     *("pydantic", "pydantic-core", "prometheus-client", "py-cpuinfo", "pydantic-extra-types", "python-json-logger"),
     *("pyzmq", "referencing", "rpds-py", "setproctitle", "sniffio", "starlette>=1", "typing-inspection"),
+    *("python-multipart", "uvicorn", "uvloop"),
 )
 """What vLLM 0.26 imports to serve text, and torch, transformers and their requirements do not bring."""
 LEFT_OUT = (
@@ -69,7 +72,7 @@ def cut_down(site: Path, arch: int) -> None:
     for pattern in LEFT_OUT:
         for path in list(site.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    packages = [f"{name}/__init__.py" for name in ("llguidance", "uvloop", "xgrammar")]
+    packages = [f"{name}/__init__.py" for name in ("llguidance", "watchfiles", "xgrammar")]
     for name in (*packages, "vllm/vllm_flash_attn/_vllm_fa2_C.py"):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(STAND_IN, encoding="utf-8")

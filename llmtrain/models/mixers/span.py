@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,9 +39,13 @@ class Span:
         if self.pages is None:
             entries.index_copy_(dim, self.slots, values.movedim(1, dim))
         else:
-            size, pages = entries.shape[dim], self.pages
-            page = self.memoize("page", lambda: pages[:, self.slots // size])
-            entries.movedim(dim, 1)[page, self.slots % size] = values
+            page, slot = self.memoize("pages", partial(self._in_pages, self.pages, entries.shape[dim]))
+            entries.movedim(dim, 1)[page, slot] = values
+
+    def _in_pages(self, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """[batch, T] each: the page of a token, and its slot there, as indexing takes them: others are converted in each layer."""
+        page = pages[:, self.slots // size].long()
+        return page, (self.slots % size).expand_as(page).contiguous()
 
     @property
     def positions(self) -> Tensor:
