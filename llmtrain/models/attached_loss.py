@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import GroupName
 
+from llmtrain.models.passing import passed_on
+
 
 @dataclass(frozen=True)
 class TokenSharers:
@@ -108,7 +110,7 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, losses: AttachedLosses, weight: float | None) -> Tensor:
         ctx.losses, ctx.weight = losses, weight
-        return loss.view_as(loss)
+        return passed_on(loss)
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
@@ -130,7 +132,7 @@ class _AttachLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor, term: Tensor) -> Tensor:
         ctx.save_for_backward(loss, weight)
         ctx.term = term
-        return x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -144,7 +146,7 @@ class _AttachPooled(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mine: Tensor, pooled: Tensor, weight: Tensor, term: Tensor) -> Tensor:
         ctx.save_for_backward(mine, pooled, weight)
         ctx.term = term
-        return x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -158,7 +160,7 @@ class _AddInBackward(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, total: Tensor, increment: Tensor) -> Tensor:
         ctx.save_for_backward(increment)
         ctx.total = total
-        return x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None]:

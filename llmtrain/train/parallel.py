@@ -272,11 +272,6 @@ def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh | None:
 def split_experts(model: HybridLM, mesh: DeviceMesh, tensor: int) -> None:
     """Divide the experts of every layer. mesh: of `expert_mesh`. tensor: ranks that compute one loss, whose gradients are added up
     rather than averaged."""
-    if mesh.device_type == "cuda":
-        run_log.warning(
-            "train.parallel.expert: its gradients equal one rank's on CPUs; on two GPUs their norm differed (docs/parallelism.md); "
-            "train.parallel.expert=1 is also the faster one there"
-        )
     group = mesh.get_group("expert")
     ranks = ExpertRanks(mesh.get_local_rank("expert"), group.size(), group.group_name, tensor / group.size())
     for _, part in parts_of(model):

@@ -1,5 +1,6 @@
 """Layers of experts over several ranks, also where ranks divide the experts (train.parallel.expert), compute what one rank does."""
 
+import functools
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +39,13 @@ def model(*settings: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"blocks": {"a": attention, "m": mamba}, "layers": "a m"}
 
 
-def case(settings: dict[str, Any], recompute: str = "none", sharding: Any = None, **parallel: int) -> Case:
+def case(
+    settings: dict[str, Any], recompute: str = "none", sharding: Any = None, compile: str = "off", **parallel: int
+) -> Case:
     """Packed documents. Losses of layers are those of one rank where a group of ranks reads all samples, of which a third of the
     labels is missing."""
     train = {"parallel": parallel, "activation_checkpointing": {"type": recompute}, "sharding": sharding or {}}
+    train |= {"compile": compile}
     return Case(settings, 16, borders=0.1, train=train)
 
 
@@ -270,6 +274,27 @@ def test_optimizers_of_matrices_step_divided_experts_as_one_rank_does(ranks, sha
                 assert ".experts." in name and len(found[name]) == 2
     together = [rank["blocks.0.mlp.experts.w_in"] for rank in ranks(size).run(sharded, config)[:2]]
     torch.testing.assert_close(torch.cat(together), expected["blocks.0.mlp.experts.w_in"], rtol=1e-5, atol=2e-5)
+
+
+COMPILED = [
+    case(model(BALANCED), compile="on", context=2, expert=2),
+    case(model(POOLED, BESIDE, capacity=0.7), "full", compile="on", context=2, expert=2),
+    case(model(BALANCED, BESIDE), "selective", compile="on", tensor=2, expert=2),
+]
+
+
+def differences_compiled(cases: list[Case]) -> list[tuple[float, float, str]]:
+    """A job: `differences` of layers that AOTAutograd compiles."""
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        return differences(cases)
+
+
+@pytest.mark.parametrize("cases", [COMPILED[:1], pytest.param(COMPILED[1:], marks=SLOW)], ids=["one", "more"])
+def test_compiled_layers_keep_their_losses_and_counts_beside_the_exchange(ranks, cases):
+    """Of which nothing depends but gradients."""
+    for one, (loss, gradient, name) in zip(cases, ranks(2).run(differences_compiled, cases)[0], strict=True):
+        assert loss < EXACT and gradient < EXACT, (one, loss, gradient, name)
 
 
 @SLOW

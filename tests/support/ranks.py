@@ -1,5 +1,6 @@
 """Processes that act as the ranks of a run, and stay for many tests: importing Composer takes many seconds."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -12,8 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from llmtrain.distributed.processes import end_with_parent
-from llmtrain.distributed.world import free_port, rank_environment
+from llmtrain.distributed.world import free_port, initialize, rank_environment
 
 
 class RankFailed(Exception):
@@ -21,7 +24,10 @@ class RankFailed(Exception):
 
 
 def warm() -> Any:
-    """The context of processes that are forked from one that has imported Composer."""
+    """The context of processes that are forked from one that has imported Composer. With GPUs they are not: its imports look for
+    some, and CUDA is of no use in a fork of a process that has."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["llmtrain.train.run"])
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
@@ -52,19 +58,23 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
-        """Run job(*args) on every rank; return the results. Raises RankFailed if it raised on any, or a rank hung or died."""
+        """Run job(*args) on every rank; return the results. Raises RankFailed if it raised on any, or a rank hung, died or did not
+        begin."""
         self.jobs += 1
         self._signal(signal.SIGCONT)
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((job, args)))
+            with contextlib.suppress(BrokenPipeError):  # its end is heard below
+                pipe.send_bytes(pickle.dumps((job, args)))
         deadline = time.monotonic() + timeout
         answers = []
         for rank, pipe in enumerate(self.pipes):
             try:
                 heard = pipe.poll(max(deadline - time.monotonic(), 0))
                 answers.append(pickle.loads(pipe.recv_bytes()) if heard else (False, f"rank {rank} hung"))
-            except EOFError:
-                heard, _ = False, answers.append((False, f"rank {rank} died"))
+            except (EOFError, ConnectionResetError):
+                self.processes[rank].join(10)
+                status = self.processes[rank].exitcode
+                heard, _ = False, answers.append((False, f"rank {rank} died with status {status}; its words: stderr"))
             if not heard:
                 self.kill()  # the next test gets a new group
                 break
@@ -81,7 +91,8 @@ class Ranks:
     def _signal(self, sign: signal.Signals) -> None:
         if self.alive:
             for process in self.processes:
-                os.kill(process.pid, sign)
+                with contextlib.suppress(ProcessLookupError):  # `run` says that it died
+                    os.kill(process.pid, sign)
 
     def kill(self) -> None:
         self.alive = False
@@ -94,7 +105,8 @@ class Ranks:
             return
         self._signal(signal.SIGCONT)
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps(None))
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(pickle.dumps(None))
         for process in self.processes:
             process.join(10)
         self.kill()
@@ -104,17 +116,18 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     end_with_parent()  # also while it is stopped
     os.environ.update(rank_environment(rank, size, port))
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a rank of a real run
-    import torch
-
-    from llmtrain.distributed.world import initialize
-
     torch.set_num_threads(1)
-    initialize()
+    beginning = None
+    try:
+        initialize()
+    except BaseException:
+        beginning = (False, f"rank {rank} did not begin: {traceback.format_exc()}")
     while (work := pickle.loads(pipe.recv_bytes())) is not None:
         job, args = work
         try:
-            answer = (True, job(*args))
+            answer = beginning or (True, job(*args))
         except BaseException:
             answer = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send_bytes(pickle.dumps(answer))  # by value: pipe.send passes an open file for each tensor
-    torch.distributed.destroy_process_group()
+    if beginning is None:
+        torch.distributed.destroy_process_group()

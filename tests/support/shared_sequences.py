@@ -18,6 +18,7 @@ from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
+from llmtrain.models.layer_part import step_sums
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.next_token import NextToken
 from llmtrain.schema.training import TrainConfig
@@ -129,6 +130,8 @@ def _difference(case: Case) -> tuple[float, float, str]:
         divided.add_up()
         norm = float(divided.clip(math.inf))
     gradients = {name: g.cpu() for name, g in whole_tensors(shared, lambda parameter: parameter.grad).items()}
+    staged = isinstance(causal_lm, StagedLM)
+    sums = [] if staged else [_over_ranks(total, world.size // world.tensor) for total in sums_of_step(shared)]
     if not world.is_main:
         return 0.0, 0.0, ""
 
@@ -144,8 +147,22 @@ def _difference(case: Case) -> tuple[float, float, str]:
     apart = {name: float((gradients[name] - g).norm()) / max(float(g.norm()), floor) for name, g in wanted.items()}
     if norm is not None:
         apart["norm"] = abs(norm / float(torch.stack([g.norm() for g in wanted.values()]).norm()) - 1)
+    for i, (found, total) in enumerate(zip(sums, [] if staged else sums_of_step(alone), strict=True)):
+        apart[f"sum {i} of the step"] = float((found - total).norm() / total.norm().clamp(min=1))
     worst = max(apart, key=lambda name: apart[name])
     return abs(float(loss / expected.loss) - 1), apart[worst], worst
+
+
+def sums_of_step(model: HybridLM) -> list[torch.Tensor]:
+    """Tokens by expert of each layer, and the losses of layers; over ranks the sum of these, and the mean of those
+    (over tensor-parallel ones the sum)."""
+    return [*step_sums(model), *(model.losses.terms.values() if model.losses else ())]
+
+
+def _over_ranks(total: torch.Tensor, size: int) -> torch.Tensor:
+    total = total.clone()
+    dist.all_reduce(total)
+    return (total if total.ndim else total / size).cpu()
 
 
 def random_case(seed: int, world_size: int, staged: bool = False) -> Case:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llmtrain.kernels.experts.reference import Rows, combine, take
 from llmtrain.kernels.operators import operator
+from llmtrain.models.passing import passed_on
 from llmtrain.models.slices import Piece, Slices
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,7 +134,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Tensor, travel: Travel) -> Tensor:
         ctx.travel = travel
-        return travel.wait().view_as(sent)
+        return passed_on(travel.wait())
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:

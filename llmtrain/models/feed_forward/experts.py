@@ -20,6 +20,7 @@ from llmtrain.models.feed_forward.exchange import ExpertRanks, Travel, eager
 from llmtrain.models.feed_forward.routers import Router, RouterMLP, Routing, route, taken
 from llmtrain.models.init import InitScale, Rule, constant, normal
 from llmtrain.models.layers import Linear
+from llmtrain.models.passing import passed_on
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.models.slices import shard_parameter
 from llmtrain.models.tensor_parallel import TensorRanks
@@ -253,7 +254,7 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,86 @@
+"""Functions that pass an input on, to do something in the backward pass: they do it also at the end of a compiled graph."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import llmtrain
+from llmtrain.models.attached_loss import AttachedLosses, add_in_backward, attach_loss, attach_pooled
+
+LOSSES = AttachedLosses.named(["balance"], torch.device("cpu"), [3])
+LOAD = torch.zeros(3)
+
+
+def attached(x: Tensor, scores: Tensor) -> Tensor:
+    x = add_in_backward(x, LOAD, torch.ones(3))
+    x = attach_loss(x, scores.square().sum(), LOSSES, "balance")
+    return attach_pooled(x, scores, LOSSES, "balance")
+
+
+def an_input(x, scores):
+    return attached(x, scores)
+
+
+def a_view_of_an_input(x, scores):
+    return attached(x, scores).view(2, 3)
+
+
+def what_is_another_result(x, scores):
+    y = 2 * x
+    return attached(y, scores), y.view(3, 2)
+
+
+def what_is_read_further(x, scores):
+    return 2 * attached(x, scores) + 1
+
+
+@pytest.mark.parametrize("ending", [an_input, a_view_of_an_input, what_is_another_result, what_is_read_further])
+def test_losses_and_counts_at_the_end_of_a_graph_are_not_lost(ending):
+    def step(function: Any) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        x, scores = torch.randn(6, requires_grad=True), torch.randn(3, requires_grad=True)
+        LOSSES.reset()
+        LOAD.zero_()
+        found = function(1 * x, scores)  # a graph's input that is no leaf
+        torch.cat([one.flatten() for one in found] if isinstance(found, tuple) else [found.flatten()]).sum().backward()
+        return x.grad, scores.grad, LOAD.clone(), LOSSES.terms["balance"].clone()
+
+    assert LOSSES.pooled is not None
+    LOSSES.pooled.copy_(torch.tensor([1.0, 2.0, 4.0]))
+    torch._dynamo.reset()
+    wanted = step(ending)
+    assert wanted[2].eq(1).all() and wanted[1].ne(0).all()
+    torch.testing.assert_close(step(torch.compile(ending, backend="aot_eager", fullgraph=True)), wanted)
+
+
+VIEWS = {"view", "view_as", "reshape", "flatten", "unflatten", "t", "transpose", "detach", "alias", "contiguous", "to"}
+
+
+def passed_by_hand(function: ast.FunctionDef) -> list[int]:
+    """Lines in which a function returns one of its arguments, or a view of it, itself."""
+    arguments = {one.arg for one in function.args.args}
+    found = []
+    for node in ast.walk(function):
+        value = node.value if isinstance(node, ast.Return) else None
+        for one in value.elts if isinstance(value, ast.Tuple) else [value]:
+            while isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in VIEWS:
+                one = one.func.value
+            found += [node.lineno] if isinstance(one, ast.Name) and one.id in arguments else []  # type: ignore[attr-defined]
+    return found
+
+
+def test_all_functions_pass_their_inputs_on_in_this_way():
+    files = sorted(Path(llmtrain.__file__).parent.rglob("*.py"))
+    classes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if _is_function(node)]
+    forwards = [(file, one) for file, node in classes for one in node.body if getattr(one, "name", "") == "forward"]
+    assert len(forwards) > 10
+    assert not [(file.name, line) for file, one in forwards for line in passed_by_hand(one)]
+    assert passed_by_hand(ast.parse("def forward(ctx, x):\n    return x.view_as(x), None").body[0]) == [2]  # type: ignore[arg-type]
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(one).endswith("autograd.Function") for one in node.bases)
