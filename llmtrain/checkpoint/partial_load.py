@@ -11,7 +11,7 @@ from torch import nn
 from llmtrain.checkpoint.format.divided_tensor import DividedTensor
 from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
-from llmtrain.checkpoint.save_load import flat_state, load_state, stack_of
+from llmtrain.checkpoint.save_load import anywhere, flat_state, load_state, stack_of
 from llmtrain.checkpoint.upcycling import copy_to_experts
 from llmtrain.errors import first_few
 from llmtrain.models.init import clean_name
@@ -78,15 +78,16 @@ def load_part(
     taken = _choose(folder, shapes, index, wanted, {*added, *fresh, *copied}, getattr(model, "is_whole", True))
     weights = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in taken}
     load_state(stack, weights, verify=verify)
-    experts = {name: value for name, value in flat_state(model, None).items() if name.removeprefix("model.") in copied}
-    for name, value in experts.items():
-        dense = f"model.{copied[name.removeprefix('model.')]}"
-        whole = torch.empty(value.shape[1:])
-        load_state(stack, {dense: whole}, verify=verify)
-        tensor, slices = (value.tensor, value.slices) if isinstance(value, DividedTensor) else (value, None)
-        own = name.removeprefix("model.")
-        d_ff = shapes[f"{own.rpartition('.')[0]}.w_out"][-1]
-        copy_to_experts(tensor, slices, whole, own, d_ff, wanted, seed)
+    state, experts = flat_state(model, None), list(copied)
+    while anywhere(bool(experts)):  # stages of a pipeline have different numbers of them
+        name = experts.pop(0) if experts else None
+        dense = {} if name is None else {f"model.{copied[name]}": torch.empty(shapes[name][1:])}
+        load_state(stack, dense, verify=verify)
+        if name is not None:
+            value, [whole] = state[f"model.{name}"], dense.values()
+            tensor, slices = (value.tensor, value.slices) if isinstance(value, DividedTensor) else (value, None)
+            d_ff = shapes[f"{name.rpartition('.')[0]}.w_out"][-1]
+            copy_to_experts(tensor, slices, whole, name, d_ff, wanted, seed)
     taken |= {name: shapes[name] for name in copied}
     if wanted.optimizer:
         # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.

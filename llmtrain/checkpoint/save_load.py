@@ -211,12 +211,12 @@ def load_state(stack: Sequence[Layer], state: dict[str, Any], *, verify: bool, v
             if lowest or name in layer.index.tensors or (number == 0 and not name.startswith("model."))
         }
         rest = {name: value for name, value in rest.items() if name not in here}
-        if _anywhere(bool(here)):  # a stage of a pipeline may need nothing of it
+        if anywhere(bool(here)):  # a stage of a pipeline may need nothing of it
             _load_layer(layer, here, verify if number == 0 or verify_base is None else verify_base)
             state.update(here)
 
 
-def _anywhere(here: bool) -> bool:
+def anywhere(here: bool) -> bool:
     """True if it is true of some rank. Called by every rank."""
     if not dist.is_initialized():
         return here

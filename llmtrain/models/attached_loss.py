@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import GroupName
 
-from llmtrain.models.passing import passed_on
+from llmtrain.models.passing import passed_on, read_in_backward
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None, None]:
         loss, weight = ctx.saved_tensors
+        weight = read_in_backward(weight, d_x)
         ctx.term.add_(weight * loss.detach())
         return d_x, weight.to(loss.dtype), None, None
 
@@ -151,6 +152,7 @@ class _AttachPooled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         mine, pooled, weight = ctx.saved_tensors
+        pooled, weight = read_in_backward(pooled, d_x), read_in_backward(weight, d_x)
         ctx.term.add_(weight * (mine.detach() * pooled).sum())
         return d_x, (weight * pooled).to(mine.dtype), None, None, None
 
@@ -164,5 +166,5 @@ class _AddInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None]:
-        ctx.total.add_(ctx.saved_tensors[0])
+        ctx.total.add_(read_in_backward(ctx.saved_tensors[0], d_x))
         return d_x, None, None

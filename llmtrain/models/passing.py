@@ -1,4 +1,4 @@
-"""What a torch.autograd.Function returns for an input that it passes on, to do something in the backward pass."""
+"""What a torch.autograd.Function that does something in the backward pass returns and reads, to be right in compiled graphs."""
 
 import torch
 from torch import Tensor
@@ -11,3 +11,14 @@ def passed_on(x: Tensor) -> Tensor:
     graph: past the Function, whose backward pass would then not run, in silence.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+
+
+def read_in_backward(x: Tensor, d: Tensor) -> Tensor:
+    """x as it is in the backward pass, where the gradient d has come.
+
+    What of a backward pass depends on no gradient, the compiler may compute in the forward pass: of what x was then.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    one = d[(0,) * d.ndim]
+    return torch.where(one == one, x, x)

@@ -238,14 +238,14 @@ def test_adapters_of_divided_experts_are_trained_as_on_one_rank(ranks, shards, t
 def test_upcycled_experts_are_those_of_one_rank(ranks, shards, tmp_path):
     """Copies with noise and fresh channels, whichever ranks hold them."""
     block = MIXTURE["model.blocks"]["m"]
-    steps = {"train.duration": "5 steps", "optimizer.lr": 1e-3, "model.layers": "m m", "train.microbatch_size": 2}
+    steps = {"train.duration": "5 steps", "optimizer.lr": 1e-3, "model.layers": "m m m", "train.microbatch_size": 2}
     dense = steps | {"model.blocks": {"m": block | {"mlp": {"type": "swiglu", "d_ff": 24}}}}
     ranks(1).run(train, tiny_config(shards, tmp_path / "dense", dense))
     wanted = {"path": str(tmp_path / "dense"), "upcycle": True, "upcycle_noise": 0.1, "upcycle_drop": 0.5}
     changes = steps | {"model.blocks": {"m": block | {"mlp": experts(BALANCED)}}, "init_from": wanted}
     whole = ranks(1).run(train, tiny_config(shards, tmp_path / "whole", changes))[0]
-    for name in ("experts", "shards"):
-        size, layout = LAYOUTS[name]
+    stages = {"stages of two layers and of one": (2, {"train.parallel": {"pipeline": 2}})}
+    for name, (size, layout) in ({one: LAYOUTS[one] for one in ("experts", "shards")} | stages).items():
         run = ranks(size).run(train, tiny_config(shards, tmp_path / name, changes | layout))[0]
         assert len(run.losses) == 5 and run.losses == pytest.approx(whole.losses, rel=1e-5), name
 

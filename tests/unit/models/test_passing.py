@@ -1,4 +1,4 @@
-"""Functions that pass an input on, to do something in the backward pass: they do it also at the end of a compiled graph."""
+"""Functions that pass an input on, to do something in the backward pass: they do it, and then, also in compiled graphs."""
 
 import ast
 from pathlib import Path
@@ -39,21 +39,29 @@ def what_is_read_further(x, scores):
 
 
 @pytest.mark.parametrize("ending", [an_input, a_view_of_an_input, what_is_another_result, what_is_read_further])
-def test_losses_and_counts_at_the_end_of_a_graph_are_not_lost(ending):
+def test_a_graph_ends_with_losses_and_counts_of_the_backward_pass(ending):
     def step(function: Any) -> tuple[Any, ...]:
         torch.manual_seed(0)
         x, scores = torch.randn(6, requires_grad=True), torch.randn(3, requires_grad=True)
         LOSSES.reset()
         LOAD.zero_()
+        LOSSES.weight.fill_(1)
+        pooled.zero_()
         found = function(1 * x, scores)  # a graph's input that is no leaf
+        # Meanwhile as `weigh` sets them, and as other layers add.
+        with torch.autograd._unsafe_preserve_version_counter((LOSSES.weight, pooled)):
+            LOSSES.weight.fill_(0.25)
+            pooled.copy_(torch.tensor([1.0, 2.0, 4.0]))
+        LOSSES.terms["balance"].add_(8)
+        LOAD.add_(16)
         torch.cat([one.flatten() for one in found] if isinstance(found, tuple) else [found.flatten()]).sum().backward()
         return x.grad, scores.grad, LOAD.clone(), LOSSES.terms["balance"].clone()
 
-    assert LOSSES.pooled is not None
-    LOSSES.pooled.copy_(torch.tensor([1.0, 2.0, 4.0]))
+    pooled = LOSSES.pooled
+    assert pooled is not None
     torch._dynamo.reset()
     wanted = step(ending)
-    assert wanted[2].eq(1).all() and wanted[1].ne(0).all()
+    assert wanted[2].eq(17).all() and wanted[1].ne(0).all()
     torch.testing.assert_close(step(torch.compile(ending, backend="aot_eager", fullgraph=True)), wanted)
 
 
