@@ -1,4 +1,4 @@
-"""What a torch.autograd.Function that does something in the backward pass returns and reads, to be right in compiled graphs."""
+"""Results and reads of a torch.autograd.Function that does something in the backward pass, right in compiled graphs too."""
 
 import torch
 from torch import Tensor
