@@ -16,6 +16,7 @@ from llmtrain.distributed.early_ranks import EarlyRanks, core_share
 from llmtrain.distributed.processes import LAUNCHER, SAME_SIGNAL_SECONDS, saving_signals
 from llmtrain.distributed.run_lock import RunLock
 from llmtrain.distributed.world import LISTENER, rank_environment
+from llmtrain.errors import first_few, signal_name
 from llmtrain.logs import log
 
 _EXIT_SECONDS = 10.0
@@ -98,10 +99,17 @@ def _start(
 
 def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal.Signals) -> int:
     """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
+    seconds = grace_seconds + _EXIT_SECONDS
     try:
-        _stop(ranks, number, grace_seconds + _EXIT_SECONDS)
-    except _Signalled:
+        when = f"had not ended {seconds:g} s after {signal_name(number)}"
+        killed = _stop(ranks, number, seconds)
+    except _Signalled as second:
+        when = f"had not ended before a second {signal_name(second.args[0])}"
+        killed = [rank for rank, process in enumerate(ranks) if process.poll() is None]
         _kill(ranks)
+    if killed:  # which may not have been able to say a word
+        named = f"rank{'s' * (len(killed) > 1)} {first_few(killed, 8)}"
+        log.error(f"{named} {when}: killed; what was trained since the newest checkpoint is lost")
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
 
 
@@ -142,17 +150,20 @@ def _report(failed: dict[int, int], logs: Path) -> int:
     return 128 - status if status < 0 else status
 
 
-def _stop(ranks: list[subprocess.Popen], sign: signal.Signals, seconds: float) -> None:
-    """Send a signal, and kill the ranks that still run so many seconds later."""
+def _stop(ranks: list[subprocess.Popen], sign: signal.Signals, seconds: float) -> list[int]:
+    """Send a signal, and kill the ranks that still run so many seconds later, which are returned."""
+    killed = []
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(sign)
     deadline = time.monotonic() + seconds
-    for rank in ranks:
+    for rank, process in enumerate(ranks):
         try:
-            rank.wait(max(deadline - time.monotonic(), 0))
+            process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            _kill([rank])
+            _kill([process])
+            killed.append(rank)
+    return killed
 
 
 def _kill(ranks: list[subprocess.Popen]) -> None:

@@ -137,7 +137,7 @@ def test_ranks_that_end_well_after_a_signal_have_finished_the_run(tmp_path: Path
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ranks_that_do_not_end_are_ended(tmp_path: Path, signals: int):
+def test_ranks_that_do_not_end_are_ended_and_named(tmp_path: Path, signals: int, capfd: pytest.CaptureFixture[str]):
     """After the stated time, or at once by a second SIGTERM."""
     process, ranks = start(tmp_path, 2.0 if signals == 1 else 600.0, DEAF="1")
     began = time.monotonic()
@@ -146,6 +146,8 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, signals: int):
         time.sleep(2.5)
     assert process.wait(300) == 143
     assert signals == 2 or time.monotonic() - began >= 2
+    when = "2.5 s after SIGTERM" if signals == 1 else "before a second SIGTERM"
+    assert f"ranks 0, 1 had not ended {when}: killed" in capfd.readouterr().err
     assert not any(alive(pid) for pid in ranks)
 
 
