@@ -82,6 +82,8 @@ def about_a_file(error: BaseException) -> BaseException:
         return RunError(
             f"{os.strerror(error.errno)}: the disk is full that this command writes to"
         )  # a write names no file
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile.gettempdir
+        return UserError("no folder for temporary files can be written; set TMPDIR to one that can")
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_NAMES | _OF_DISKS:
         return error
     found = error.filename if error.filename2 is None else error.filename2  # of a rename, the name that is taken

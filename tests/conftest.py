@@ -14,7 +14,7 @@ import pytest
 from llmtrain.schema.data import PrepareConfig
 from tests.support.interpreter import FURTHER
 from tests.support.process_state import SIGNALS, restored
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, share_warm
 from tests.support.tiny import GLOBAL_BATCH, SEQ_LEN, STEPS_PER_EPOCH
 
 # Collecting makes a few million objects that all stay: looking for garbage among them again and again takes ten seconds.
@@ -100,6 +100,8 @@ def pytest_configure(config) -> None:
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under `nohup`: what tests start would ignore it too
         signal.signal(signal.SIGHUP, lambda *_: None)
     config.stash[HANDLERS] = {number: signal.getsignal(number) for number in SIGNALS}
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        share_warm()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -2,10 +2,13 @@
 
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from llmtrain.errors import RunError
 
 _SILENT_SECONDS = 2.0
 
@@ -18,10 +21,21 @@ def private_folder(name: str) -> Path | None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
+        mine = found.st_uid == os.getuid() and not found.st_mode & 0o022 and stat.S_ISDIR(found.st_mode)
+        if mine:
+            folder.chmod(0o700)  # where an earlier version let others read
     except OSError:
         return None
-    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077 and not folder.is_symlink()
     return folder if mine and os.access(folder, os.W_OK) else None
+
+
+def required_folder(name: str, what: str) -> Path:
+    """`private_folder`. what: is kept there, for the message. Raises RunError where there can be none."""
+    folder = private_folder(name)
+    if folder is None:
+        place = Path(tempfile.gettempdir()) / f"llmtrain-{name}-{os.getuid()}"
+        raise RunError(f"{place} cannot hold {what} of this user alone; remove it, or set TMPDIR to another folder")
+    return folder
 
 
 @contextmanager

@@ -61,7 +61,7 @@ RunName = Annotated[str, _checked(_run_name_problem)]
 """Name of a run, which is also a folder's."""
 PathText = Annotated[str, _checked(path_problem)]
 """Path of a file or folder, which need not exist; or an address."""
-LocalPath = Annotated[PathText, _checked(local_problem)]
-"""Path of a file or folder that is written on this machine."""
+LocalPath = Annotated[PathText, _checked(local_problem), AfterValidator(os.path.expanduser)]
+"""Path of a file or folder that is written on this machine; `~` is the user's home."""
 WandbName = Annotated[str, _checked(_label_problem)]
 WandbTag = Annotated[str, _checked(_tag_problem)]

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -26,7 +25,7 @@ from typing import Literal
 from filelock import Timeout
 
 from llmtrain.config.held_folder import moved_text
-from llmtrain.config.locks import locked, private_folder
+from llmtrain.config.locks import locked, required_folder
 from llmtrain.config.regular_file import parse_json
 from llmtrain.distributed.processes import boot_id, pid_namespace, start_time
 from llmtrain.errors import RunError, UserError
@@ -169,11 +168,7 @@ def _end_for(other: Holder, folder: Path) -> None:
 def _acquire(path: Path, launch: str) -> tuple[int, Holder]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     # Where there is no flock, starts on this machine that find the same stale lock must take it over one by one.
-    mutex = private_folder("run-locks")
-    if mutex is None:
-        raise RunError(
-            f"{tempfile.gettempdir()} has no place for locks of this user alone; set TMPDIR to a folder that has"
-        )
+    mutex = required_folder("run-locks", "locks")
     try:
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.regular_file import read_json
+from llmtrain.config.regular_file import open_regular, read_json, read_text
 from llmtrain.kernels.platform import gpus_here
+from llmtrain.kernels.tuning import own_file
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.start import start_phase
@@ -103,7 +104,11 @@ class Awaited:
     def _is_ready(self, name: str) -> bool:
         """The kernel is compiled, or nobody compiles it."""
         self.over = self.over or not _is_locked(self.log)
-        words = [line.split() for line in self.log.read_text(errors="replace").splitlines()]
+        try:
+            words = [line.split() for line in read_text(self.log, "replace").splitlines()]
+        except OSError:  # the cache is being removed
+            self.over = True
+            return True
         begun = [BEGUN, name] in words
         ended = any(line[:2] in ([COMPILED, name], [FAILED, name]) for line in words)
         return self.over or ended or (not begun and FOUND_ALL.split() in words)
@@ -132,7 +137,7 @@ def _is_cached(place: Path) -> bool:
 
 def _is_locked(file: Path) -> bool:
     try:
-        with file.open() as opened:
+        with open_regular(file) as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -170,7 +175,7 @@ def _key(config: Config, ranks: int, local_ranks: int, gpus: list[str]) -> str:
     train = config.train.model_dump(mode="json", exclude=set(_IRRELEVANT))
     package = Path(__file__).parents[1]
     sources = [path for folder in ("kernels", "models", "adapt") for path in (package / folder).rglob("*.[py][ya]*")]
-    tuning = Path(os.environ.get("LLMTRAIN_TUNING") or Path.home() / ".config" / "llmtrain" / "tuning")
+    tuning = Path(os.environ.get("LLMTRAIN_TUNING") or own_file("").parent)
     what: dict[str, Any] = {
         "model": config.model.model_dump(mode="json"),
         "train": train,

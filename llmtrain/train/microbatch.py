@@ -22,6 +22,7 @@ from llmtrain.config.output_folder import replace_file
 from llmtrain.config.regular_file import read_json
 from llmtrain.distributed.world import World
 from llmtrain.errors import UserError
+from llmtrain.logs import log
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.layer_part import step_sums
 from llmtrain.models.segments import ContextParallelRanks
@@ -133,11 +134,11 @@ def choose_microbatch(
     gauge = gauge or Gauge(device)
     path = Path(config.run_dir) / FILE
     key = search_key(config, resolved, world, gauge)
-    known = [remembered(path, key) if world.is_main else None]
+    allowed = microbatches(config, world.size)
+    known = [remembered(path, key, allowed) if world.is_main else None]
     dist.broadcast_object_list(known, src=0)
     if known[0] is not None:
         return known[0], f"train.microbatch_size auto: {known[0]}, as found before ({path})"
-    allowed = microbatches(config, world.size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -191,12 +192,13 @@ def search_key(config: Config, resolved: Config, world: World, gauge: Gauge) -> 
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def remembered(path: Path, key: str) -> int | None:
+def remembered(path: Path, key: str, allowed: Sequence[int]) -> int | None:
+    """The size that an earlier start found, if it is one that this run may have."""
     try:
         size = read_json(path)[key]["microbatch_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return size if isinstance(size, int) else None
+    return size if type(size) is int and size in allowed else None
 
 
 def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None:
@@ -206,8 +208,11 @@ def remember(path: Path, key: str, best: Trial, trials: Sequence[Trial]) -> None
         known = {}
     known = known if isinstance(known, dict) else {}
     known[key] = {"microbatch_size": best.size, "trials": [asdict(trial) for trial in trials]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(known, indent=1).encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(known, indent=1).encode())
+    except OSError as error:
+        log.warning(f"train.microbatch_size auto: not remembered, so the next start searches again: {error}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

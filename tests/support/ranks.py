@@ -23,12 +23,27 @@ class RankFailed(Exception):
     """A job raised on some ranks; the text holds what each of them raised."""
 
 
+_SHARED = "LLMTRAIN_TESTS_WARM"
+"""Variable with the address of a process that has imported Composer, which the workers of pytest-xdist share."""
+
+
+def share_warm() -> None:
+    """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself."""
+    warm()
+    if not hasattr(forkserver._forkserver, "_forkserver_authkey"):  # pyright: ignore[reportAttributeAccessIssue]
+        os.environ[_SHARED] = forkserver._forkserver._forkserver_address  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def warm() -> Any:
     """The context of processes that are forked from one that has imported Composer. With GPUs they are not: its imports look for
     some, and CUDA is of no use in a fork of a process that has."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if (address := os.environ.get(_SHARED)) and server._forkserver_address is None:
+        server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[0]
+        server.ensure_running = lambda: None
     context.set_forkserver_preload(["llmtrain.train.run"])
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
         forkserver.ensure_running()

@@ -7,14 +7,13 @@ is listed is complete.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.locks import required_folder
 from llmtrain.config.output_folder import MARKER, replace_file
 from llmtrain.config.regular_file import parse_json
 from llmtrain.data.partitions.prepared_folder import MANIFEST, REPORTS
@@ -120,4 +119,4 @@ class StoredFolder:
 def scratch_folder(address: str) -> Path:
     """The folder on this machine in which the files of one in a store are made: the same for every process of the user."""
     digest = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
-    return Path(tempfile.gettempdir()) / f"llmtrain-prepare-{os.getuid()}" / digest
+    return required_folder("prepare", "files") / digest

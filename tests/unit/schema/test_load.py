@@ -373,6 +373,12 @@ def test_a_run_dir_that_cannot_be_one_is_reported_before_anything_starts(load, t
     assert "run_dir" not in problems(load, GOOD, "run_dir=new/run", load=load_runnable)
 
 
+def test_the_home_folder_of_a_run_dir_is_the_user_s(load, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load(GOOD, "run_dir=~/runs/${name}").run_dir == f"{tmp_path}/runs/tiny"
+    assert load(GOOD, "run_dir=./~/runs").run_dir == "./~/runs"
+
+
 @pytest.mark.parametrize(
     "remote", ["runs/tiny", "./runs/tiny/checkpoints", "file://{here}/runs/tiny/copy", "runs/../runs/tiny"]
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llmtrain.kernels import launch
+from llmtrain.kernels.tuning import own_file
 from llmtrain.schema.config import Config
 from llmtrain.train import compile_ahead
 from llmtrain.train.compile_ahead import (
@@ -157,6 +158,18 @@ def test_another_kernel_is_another_key():
     assert len({key(), key(microbatch_size=4), key(2), key(precision="fp32")}) == 4
 
 
+@pytest.mark.parametrize("home", ["HOME", "XDG_CONFIG_HOME"])
+def test_rows_of_the_user_s_own_are_in_the_key(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv(home, str(tmp_path))
+    before = compile_ahead._key(config(), 1, 1, ["a GPU"])
+    file = own_file("sm90")
+    file.parent.mkdir(parents=True)
+    file.write_text("rows: []")
+    assert compile_ahead._key(config(), 1, 1, ["a GPU"]) != before
+
+
 def test_waits_for_a_kernel_that_is_being_compiled(place: Path):
     log = place.with_suffix(".log")
     first, second, third = map(kernel_name, ("first", "second", "third"))
@@ -200,6 +213,24 @@ def test_waits_for_a_kernel_that_is_being_compiled(place: Path):
         assert waiting.is_alive()
     waiting.join(5)  # those that compiled have ended
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda file: os.symlink(file, file), lambda file: None])
+def test_a_log_that_is_gone_or_no_file_holds_no_rank(put, place: Path):
+    """As where Triton's cache is removed while kernels are being compiled."""
+    put(place.with_suffix(".log"))
+    await_compiled(config(), 1, 1)
+    assert not launch.COMPILE
+    assert Awaited(place.with_suffix(".log"))("a", lambda: "compiled") == "compiled"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "half a fi", "7", "[7]", '["\\u0000"]', '["' + "x" * 5000 + '"]', "[" * 300_000]
+)
+def test_a_damaged_list_of_kernels_is_made_anew(content, place: Path, requests: list[Any]):
+    place.with_suffix(".json").write_text(content)
+    begin_compiling(config(), 1, 1)
+    assert len(requests) == 1
 
 
 def test_waits_for_nothing_where_nothing_is_compiled(place: Path):

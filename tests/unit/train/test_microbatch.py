@@ -1,5 +1,7 @@
 """The search for the size of a microbatch, with a made-up GPU."""
 
+import json
+
 import pytest
 import torch
 
@@ -79,9 +81,28 @@ def test_errors_of_memory_on_either_vendor(error, expected):
 
 def test_sizes_are_remembered_by_what_they_depend_on(tmp_path):
     path = tmp_path / "run" / "microbatch.json"
-    assert remembered(path, "a") is None
+    assert remembered(path, "a", SIZES) is None
     for key, size in (("a", 4), ("b", 8)):
         remember(path, key, Trial(size, 0.1, 1.0), [])
-    assert (remembered(path, "a"), remembered(path, "b"), remembered(path, "c")) == (4, 8, None)
-    path.write_text("half a fi", encoding="utf-8")
-    assert remembered(path, "a") is None
+    assert [remembered(path, key, SIZES) for key in "abc"] == [4, 8, None]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("half a fi", "", "[]", "7", '"a"', '{"a": 4}', '{"a": {}}', "[" * 300_000, "\0"),
+        *(json.dumps({"a": {"microbatch_size": size}}) for size in (0, -4, 5, 48, True, 4.0, "4", None, [4])),
+    ],
+)
+def test_what_is_no_size_of_this_run_is_not_taken_and_is_replaced(tmp_path, content):
+    path = tmp_path / "microbatch.json"
+    path.write_text(content)
+    assert remembered(path, "a", SIZES) is None
+    remember(path, "a", Trial(8, 0.1, 1.0), [])
+    assert remembered(path, "a", SIZES) == 8
+
+
+def test_a_run_goes_on_where_nothing_can_be_remembered(tmp_path, caplog):
+    (tmp_path / "microbatch.json" / "thesis").mkdir(parents=True)
+    remember(tmp_path / "microbatch.json", "a", Trial(8, 0.1, 1.0), [])
+    assert "not remembered, so the next start searches again" in caplog.text
