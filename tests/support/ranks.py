@@ -30,8 +30,8 @@ _SHARED = "LLMTRAIN_TESTS_WARM"
 def share_warm() -> None:
     """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself."""
     warm()
-    if not hasattr(forkserver._forkserver, "_forkserver_authkey"):  # pyright: ignore[reportAttributeAccessIssue]
-        os.environ[_SHARED] = forkserver._forkserver._forkserver_address  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(forkserver._forkserver, "_forkserver_authkey"):
+        os.environ[_SHARED] = forkserver._forkserver._forkserver_address
 
 
 def warm() -> Any:
@@ -40,7 +40,7 @@ def warm() -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    server: Any = forkserver._forkserver
     if (address := os.environ.get(_SHARED)) and server._forkserver_address is None:
         server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[0]
         server.ensure_running = lambda: None
