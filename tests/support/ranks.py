@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
@@ -30,23 +30,22 @@ _SHARED = "LLMTRAIN_TESTS_WARM"
 def share_warm() -> None:
     """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself."""
     warm()
-    if not hasattr(forkserver._forkserver, "_forkserver_authkey"):
-        os.environ[_SHARED] = forkserver._forkserver._forkserver_address
+    server: Any = forkserver._forkserver
+    if not hasattr(server, "_forkserver_authkey"):
+        os.environ[_SHARED] = server._forkserver_address
 
 
 def warm() -> Any:
-    """The context of processes that are forked from one that has imported Composer. With GPUs they are not: its imports look for
-    some, and CUDA is of no use in a fork of a process that has."""
-    if torch.cuda.is_available():
-        return multiprocessing.get_context("spawn")
+    """The context of processes that are forked from one that has imported Composer."""
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
-    if (address := os.environ.get(_SHARED)) and server._forkserver_address is None:
+    if (address := os.environ.get(_SHARED)) and server._forkserver_address != address:
         server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[0]
-        server.ensure_running = lambda: None
+        server.ensure_running = resource_tracker.ensure_running
+        return context
     context.set_forkserver_preload(["llmtrain.train.run"])
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # ranks that share cores must not spin on them
-        forkserver.ensure_running()
+        server.ensure_running()
     return context
 
 
