@@ -28,8 +28,16 @@ _SHARED = "LLMTRAIN_TESTS_WARM"
 
 
 def share_warm() -> None:
-    """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself."""
-    warm()
+    """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself.
+    What is printed there leads nowhere, as in a worker of pytest-xdist."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        warm()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
     server: Any = forkserver._forkserver
     if not hasattr(server, "_forkserver_authkey"):
         os.environ[_SHARED] = server._forkserver_address
