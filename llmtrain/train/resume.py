@@ -1,5 +1,6 @@
 """Checks and downloads before a run starts or continues. No torch here: there is no process group yet."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from llmtrain.data.loader.mixture import allowed_change, unchanged_steps
 from llmtrain.data.shards.checks import data_fingerprint, stream_samples
 from llmtrain.data.shards.index import ShardError
 from llmtrain.data.tokenize import stored_tokenizer
+from llmtrain.distributed.processes import LAUNCHER
 from llmtrain.logs import log
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import differences
@@ -41,8 +43,15 @@ def download_newest_checkpoint(config: Config, launch: str | None, progress: boo
     from llmtrain.checkpoint.fetch import fetch_newest
 
     root, verify = Path(config.run_dir) / "checkpoints", config.checkpoint.verify
+    in_place = LAUNCHER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return fetch_newest(
-        config.checkpoint.remote, root, launch=launch, verify=verify, notify=log.info, progress=progress
+        config.checkpoint.remote,
+        root,
+        launch=launch,
+        verify=verify,
+        notify=log.info,
+        progress=progress,
+        in_place=in_place,
     ).verified
 
 

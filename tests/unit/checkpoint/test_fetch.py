@@ -163,6 +163,26 @@ def test_a_server_that_is_no_store_is_an_error(tmp_path, monkeypatch, answer):
             fetch("s3://bucket/run", tmp_path / "here")
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_restart_in_place_needs_no_store_if_the_newest_is_here_and_good(tmp_path, monkeypatch, damaged):
+    """--max-restarts while the store does not answer: what is newest there was saved here first."""
+    monkeypatch.setenv("S3_ENDPOINT_URL", "localhost")
+    for step in (2, 4):
+        folder = make_checkpoint(tmp_path / "here", step)
+    if damaged:
+        flip(folder / "__0_1.distcp")
+    said: list[str] = []
+    asked = functools.partial(fetch_newest, "s3://bucket/run", tmp_path / "here", launch=None, verify=True)
+    with pytest.raises(StoreError, match=r"checkpoint\.remote cannot be asked"):
+        asked(notify=said.append)
+    if damaged:
+        with pytest.raises(StoreError, match=r"checkpoint\.remote cannot be asked"):
+            asked(notify=said.append, in_place=True)
+    else:
+        assert asked(notify=said.append, in_place=True).verified == manifests.read(folder).save_id
+        assert "the run goes on from step 4, which is here: S3_ENDPOINT_URL is localhost" in said[-1]
+
+
 def test_an_endpoint_that_is_none_is_named(monkeypatch):
     monkeypatch.setenv("S3_ENDPOINT_URL", "localhost")
     with pytest.raises(StoreError, match=r"S3_ENDPOINT_URL is localhost; expected http"):
