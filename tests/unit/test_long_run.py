@@ -1,6 +1,5 @@
 """benchmarks long_run: roles of processes, the summary and the picture of a long run."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -14,18 +13,16 @@ TOKENS = 1000
 
 
 def steps(count: int) -> list[dict]:
-    """A step a second, and the second half of the run at half of the first one's speed."""
-    slow = count // 2
+    """The second half of the steps take a second each, the first half of them half a second."""
     return [
-        {
-            "seconds": 50.0 + i,
-            "step": i + 2,
-            "step_seconds": 0.5 if i < slow else 1.0,
-            "allocated_gib": 3.0 + i,
-            "loss": 2.0,
-        }
+        {"step": i + 2, long_run.STEP: 0.5 if i < count // 2 else 1.0, "memory/allocated_gib": 3.0 + i}
         for i in range(count)
     ]
+
+
+def look(seconds: float, step: int) -> dict:
+    gpu = dict.fromkeys(long_run.GPU, 50.0) | {"index": 0.0, "memory.used": float(step)}
+    return {"seconds": seconds, "step": step, "gpus": [gpu], "rss_mib": {"compiler": 50.0, "rank 0": 900.0 + step}}
 
 
 def test_processes_have_roles():
@@ -35,10 +32,15 @@ def test_processes_have_roles():
         12: (10, 901.0, "python -m llmtrain.cli train"),
         13: (12, 300.0, "python -m llmtrain.cli train"),
         14: (11, 200.0, "python .../compile_worker/__main__.py"),
-        15: (14, 200.0, "python .../compile_worker/__main__.py"),
+        15: (14, 201.0, "python .../compile_worker/__main__.py"),
     }
-    named = {pid: what for what, pid, _ in long_run.roles(10, found)}
-    assert named == {10: "launcher", 11: "rank 0", 12: "rank 1", 13: "of rank 1", 14: "compiler", 15: "compiler"}
+    assert long_run.by_role(10, found) == {
+        "compiler": 401.0,
+        "launcher": 50.0,
+        "of rank 1": 300.0,
+        "rank 0": 900.0,
+        "rank 1": 901.0,
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -58,32 +60,20 @@ def test_a_session_s_processes_and_their_memory():
 
 
 def test_the_summary_compares_quarters_and_reports_memory_at_its_times():
-    gpus = [
-        {"seconds": 50.0 + 15 * i, "index": 0.0, "memory.used": 100.0 + i, "utilization.gpu": 99.0} for i in range(20)
-    ]
-    processes = [{"seconds": 50.0 + 15 * i, "what": "rank 0", "pid": 11.0, "rss_mib": 900.0} for i in range(20)]
-    found = long_run.summary(steps(240), gpus, processes, TOKENS)
-    assert found["quarters"] == [2000, 2000, 1000, 1000] and found["last_over_first_quarter"] == 0.5
-    assert set(found["memory"]) == {"minute 2", "end"}
-    assert found["memory"]["minute 2"] == {
-        "allocated_gib": 123.0,
-        "gpu_used_mib": [108.0],
-        "rss_mib": {"rank 0": 900.0},
+    looks = [look(5.0, 0), *(look(20.0 + 15 * i, 2 + 20 * i) for i in range(12))]
+    found = long_run.summary(steps(240), looks, TOKENS)
+    assert found["quarters"] == [2000, 1500, 1000, 1000] and found["last_over_first_quarter"] == 0.5
+    assert found["memory"] == {
+        "minute 2": {"allocated_gib": 163.0, "gpu_used_mib": [162.0], "rss_mib": {"rank 0": 1062.0}},
+        "end": {"allocated_gib": 223.0, "gpu_used_mib": [222.0], "rss_mib": {"rank 0": 1122.0}},
     }
 
 
-def test_the_report_is_made_of_the_sheets_alone(tmp_path):
-    with long_run.Sheets(tmp_path) as sheets:
-        for row in steps(20):
-            sheets.steps.writerow(
-                [row["seconds"], row["step"], row["step_seconds"], "", 3.0, 3.5, 3.2, "", "", "", 2.0]
-            )
-        sheets.gpus.writerow([50.0, 0, 4000, "[N/A]", 1980, 700.1, 50])
-        sheets.gpus.writerow([60.0, 0, 4000, 99, 1980, 700.1, 50])
-        sheets.processes.writerow([50.0, "rank 0", 11, 900])
-    (tmp_path / "what.json").write_text(json.dumps({"tokens_per_step": TOKENS, "settings": []}))
-    with (tmp_path / "gpus.csv").open(newline="") as file:
-        assert next(csv.reader(file))[:2] == ["seconds", "index"]
-    assert long_run.report(tmp_path) == 0
+@pytest.mark.parametrize("looks", [[], [look(5.0, 0), look(20.0, 2), look(35.0, 8)]])
+def test_the_report_is_made_of_what_was_logged(tmp_path, looks):
+    (tmp_path / "run").mkdir()
+    for name, rows in (("run/metrics.jsonl", steps(20)), ("looks.jsonl", looks)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long_run.report(tmp_path, TOKENS)
     assert json.loads((tmp_path / "long-run.json").read_text())["steps"] == 20
     assert (tmp_path / "long-run.png").read_bytes().startswith(b"\x89PNG")

@@ -2,16 +2,15 @@
 
     python -m benchmarks long_run FILE [a.b=c …] --out FOLDER [--minutes 20] [--nproc 2] [--every 15]
 
-FILE is trained by `llmtrain train` into FOLDER/run. So many minutes after its second step it is asked to save and end (SIGTERM),
-unless its duration has ended it before. FOLDER gets steps.csv (metrics of each step, and when it was written),
-gpus.csv (nvidia-smi) and processes.csv (resident memory), both every `--every` seconds, and at the end
-long-run.png and long-run.json. The exit status is that of a run that ended too early, or 0.
+FILE is trained by `llmtrain train` into FOLDER/run, whose metrics.jsonl has the figures of each step. So many minutes after its
+second step it is asked to save and end (SIGTERM), unless its duration has ended it before. Every `--every` seconds a line is
+added to FOLDER/looks.jsonl: each GPU by nvidia-smi, and resident memory of each rank. At the end FOLDER gets long-run.png and
+long-run.json. The exit status is that of a run that ended too early, or 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,8 @@ from llmtrain.errors import Preempted
 from llmtrain.schema.load import load_config
 
 STEP = "throughput/step_seconds"
-METRICS = {
-    "step_seconds": STEP,
-    "data_wait_seconds": "throughput/data_wait_seconds",
-    "allocated_gib": "memory/allocated_gib",
-    "reserved_gib": "memory/reserved_gib",
-    "peak_gib": "memory/peak_allocated_gib",
-    "gpu_busy": "step/gpu_busy",
-    "communication": "step/communication",
-    "gaps": "step/gaps",
-    "loss": "loss/train/cross_entropy",
-}
+MEMORY = {name: f"memory/{name}_gib" for name in ("allocated", "reserved", "peak_allocated")}
+BUSY = "step/gpu_busy"
 GPU = ("index", "memory.used", "utilization.gpu", "clocks.sm", "power.draw", "temperature.gpu")
 MINUTES = (2, 10, 20)
 """Minutes after the first measured step of which the summary tells memory, and the end."""
@@ -60,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [args.file, *args.overrides, f"run_dir={args.out / 'run'}"]
     tokens = load_config(args.file, args.overrides).tokens_per_step
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "what.json").write_text(json.dumps({"tokens_per_step": tokens, "settings": settings}))
     exit_on_sigterm()  # else the run would outlive it
     command = [sys.executable, "-m", "llmtrain.cli", "train", *settings, "--nproc", str(args.nproc)]
     with (args.out / "run.txt").open("ab") as log:
@@ -71,25 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         status = process.wait()
-    report(args.out)
+    report(args.out, tokens)
     return 0 if status == 0 or (asked and status == Preempted.status) else status
 
 
 def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) -> bool:
-    """Write what there is to see until the process has ended. Returns whether it was asked to, `seconds` after its second step."""
-    began, first, asked = time.monotonic(), None, False
-    seen, looked = 0, -every
-    with Sheets(out) as sheets:
+    """Look until the process has ended. Returns whether it was asked to, `seconds` after its second step."""
+    began, first, looked, asked = time.monotonic(), None, -every, False
+    with (out / "looks.jsonl").open("w", buffering=1, encoding="utf-8") as looks:
         while process.poll() is None:
             now = time.monotonic() - began
             rows = metric_rows(out / "run" / "metrics.jsonl", STEP)
-            for row in rows[seen:]:
-                first = now if first is None else first
-                sheets.steps.writerow([f"{now:.1f}", row["step"], *(row.get(name, "") for name in METRICS.values())])
-            seen = len(rows)
+            if first is None and rows:
+                first = now
             if now - looked >= every:
                 looked = now
-                look(sheets, process.pid, now)
+                resident = by_role(process.pid, processes_of(process.pid))
+                row = {"seconds": now, "step": rows[-1]["step"] if rows else 0, "gpus": gpus(), "rss_mib": resident}
+                looks.write(json.dumps(row) + "\n")
             if first is not None and now - first >= seconds and not asked:
                 asked = True
                 process.send_signal(signal.SIGTERM)
@@ -97,37 +85,23 @@ def watch(process: subprocess.Popen, out: Path, seconds: float, every: float) ->
     return asked
 
 
-class Sheets(contextlib.ExitStack):
-    """The three CSV files, opened anew; every row is written as it comes."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__()
-        heads = {"steps": ("step", *METRICS), "gpus": GPU, "processes": ("what", "pid", "rss_mib")}
-        self.steps, self.gpus, self.processes = (self._sheet(out / f"{name}.csv", heads[name]) for name in heads)
-
-    def _sheet(self, file: Path, head: Sequence[str]) -> Any:
-        writer = csv.writer(self.enter_context(file.open("w", buffering=1, newline="", encoding="utf-8")))
-        writer.writerow(["seconds", *head])
-        return writer
-
-
-def look(sheets: Sheets, launcher: int, now: float) -> None:
-    """One line for each GPU and for each process of the run."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    for line in said(["nvidia-smi", f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]):
-        values = [value.strip() for value in line.split(",")]
-        if visible is None or values[0] in visible.split(","):
-            sheets.gpus.writerow([f"{now:.1f}", *values])
-    for what, pid, mib in roles(launcher, processes_of(launcher)):
-        sheets.processes.writerow([f"{now:.1f}", what, pid, f"{mib:.0f}"])
-
-
-def said(command: Sequence[str]) -> list[str]:
-    """Lines of a program's output; none where it is not there or fails."""
+def gpus() -> list[Row]:
+    """Figures of each GPU of this process by nvidia-smi; none where it is not there or fails."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [dict(zip(GPU, map(cell, line.split(",")), strict=True)) for line in lines]
+    return [one for one in found if visible is None or f"{one['index']:.0f}" in visible.split(",")]
+
+
+def cell(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None  # [N/A]
 
 
 def processes_of(session: int) -> dict[int, tuple[int, float, str]]:
@@ -143,10 +117,10 @@ def processes_of(session: int) -> dict[int, tuple[int, float, str]]:
     return found
 
 
-def roles(launcher: int, found: dict[int, tuple[int, float, str]]) -> list[tuple[str, int, float]]:
-    """Role, id and resident MiB of processes: the launcher, its ranks, what ranks have started, and compilers."""
+def by_role(launcher: int, found: Mapping[int, tuple[int, float, str]]) -> dict[str, float]:
+    """Resident MiB of the launcher, of each rank, of what each rank has started, and of compilers."""
     ranks = sorted(pid for pid, (parent, _, _) in found.items() if parent == launcher)
-    named = []
+    total = dict[str, float]()
     for pid, (parent, mib, command) in found.items():
         if pid == launcher:
             what = "launcher"
@@ -156,109 +130,83 @@ def roles(launcher: int, found: dict[int, tuple[int, float, str]]) -> list[tuple
             what = "compiler"
         else:
             what = f"of rank {ranks.index(parent)}"  # loader processes, and others that Python forks
-        named.append((what, pid, mib))
-    return named
+        total[what] = total.get(what, 0.0) + mib
+    return dict(sorted(total.items()))
 
 
-def report(out: Path) -> int:
-    """Write long-run.json and long-run.png of what is there so far, and print the former."""
-    what = json.loads((out / "what.json").read_text())
-    steps, gpus, processes = (read(out / f"{name}.csv") for name in ("steps", "gpus", "processes"))
+def report(out: Path, tokens: int) -> None:
+    """Write long-run.json and long-run.png, and print the former. tokens: of a step."""
+    steps, looks = metric_rows(out / "run" / "metrics.jsonl", STEP), metric_rows(out / "looks.jsonl")
     if len(steps) < 8:
-        print("fewer than eight steps yet", flush=True)
-        return 0
-    found = summary(steps, gpus, processes, what["tokens_per_step"])
-    (out / "long-run.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1), flush=True)
+        print("fewer than eight steps", flush=True)
+        return
+    text = json.dumps(summary(steps, looks, tokens), indent=1) + "\n"
+    (out / "long-run.json").write_text(text)
+    print(text, end="", flush=True)
     with picture(out / "long-run.png", 4, 1, size=(9, 9), sharex=True) as panels:
-        draw(panels, steps, gpus, processes, what["tokens_per_step"])
-    return 0
+        draw(panels, steps, looks, tokens)
 
 
-def read(path: Path) -> list[Row]:
-    """Rows with numbers as such; what is empty or no number is left out."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values()]  # the last may be cut off
-    return [{name: value for name, text in row.items() if (value := cell(text)) is not None} for row in rows]
+def ends(steps: Sequence[Row]) -> list[float]:
+    """Seconds of training until the end of each step, from that of the first one here."""
+    return list(itertools.accumulate((row[STEP] for row in steps[1:]), initial=0.0))
 
 
-def cell(text: str) -> float | str | None:
-    try:
-        return float(text)
-    except ValueError:
-        return text if text and not text.startswith("[") else None  # [N/A]
+def since_first(looks: Sequence[Row]) -> list[tuple[float, Row]]:
+    """Looks from the first measured step on, with the seconds since."""
+    found = [look for look in looks if look["step"]]
+    return [(look["seconds"] - found[0]["seconds"], look) for look in found]
 
 
-def summary(steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int) -> Row:
+def summary(steps: Sequence[Row], looks: Sequence[Row], tokens: int) -> Row:
     """Medians of the quarters of the run's time, and memory after 2, 10 and 20 minutes and at the end."""
-    begin, end = steps[0]["seconds"], steps[-1]["seconds"]
-    cuts = [begin + k * (end - begin) / 4 for k in range(5)]
-    parts = [[row for row in steps if a <= row["seconds"] <= b] for a, b in itertools.pairwise(cuts)]
-    quarters = [statistics.median(tokens / row["step_seconds"] for row in part) for part in parts if part]
-    times = [(f"minute {minute}", begin + 60 * minute) for minute in MINUTES if begin + 60 * minute <= end + 30]
-    roles = sorted({row["what"] for row in processes if row["what"] != "compiler"})
-    memory = {}
-    for name, when in [*times, ("end", end)]:
-        step = max((row for row in steps if row["seconds"] <= when), key=lambda row: row["seconds"])
-        found: Row = {key: round(step[key], 3) for key in ("allocated_gib", "reserved_gib", "peak_gib") if key in step}
-        found["gpu_used_mib"] = [row.get("memory.used") for row in at(gpus, when)]
-        found["rss_mib"] = dict.fromkeys(roles, 0.0)
-        for row in at(processes, when):
-            if row["what"] in roles:
-                found["rss_mib"][row["what"]] += row["rss_mib"]
-        memory[name] = found
+    times, speeds = ends(steps), [tokens / row[STEP] for row in steps]
+    cuts = [k * times[-1] / 4 for k in range(5)]
+    parts = [
+        [speed for t, speed in zip(times, speeds, strict=True) if a <= t <= b] for a, b in itertools.pairwise(cuts)
+    ]
+    quarters, memory = [statistics.median(part) for part in parts if part], {}
+    of_step, seen = {row["step"]: row for row in steps}, since_first(looks)
+    for name, when in [*((f"minute {minute}", 60.0 * minute) for minute in MINUTES), ("end", float("inf"))]:
+        if seen and (name == "end" or seen[-1][0] >= when - 30):
+            look = max((one for one in seen if one[0] <= when), key=lambda one: one[0])[1]
+            row = of_step.get(look["step"], {})
+            found: Row = {f"{key}_gib": round(row[field], 3) for key, field in MEMORY.items() if field in row}
+            resident = {role: mib for role, mib in look["rss_mib"].items() if role != "compiler"}
+            memory[name] = found | {"gpu_used_mib": [one["memory.used"] for one in look["gpus"]], "rss_mib": resident}
     return {
         "steps": len(steps),
-        "seconds": round(end - begin, 1),
-        "tokens_per_second": round(statistics.median(tokens / row["step_seconds"] for row in steps)),
+        "seconds": round(times[-1], 1),
+        "tokens_per_second": round(statistics.median(speeds)),
         "quarters": [round(value) for value in quarters],
         "last_over_first_quarter": round(quarters[-1] / quarters[0], 4),
-        "slowest_steps": sorted((round(row["step_seconds"], 2) for row in steps), reverse=True)[:8],
-        "gpu_busy": [round(row["gpu_busy"], 3) for row in steps if "gpu_busy" in row],
+        "slowest_steps": sorted((round(row[STEP], 2) for row in steps), reverse=True)[:8],
+        "gpu_busy": [round(row[BUSY], 3) for row in steps if BUSY in row],
         "memory": memory,
     }
 
 
-def at(rows: Sequence[Row], when: float) -> list[Row]:
-    """Rows of the last look by then, or of the first one."""
-    if not rows:
-        return []
-    seconds = max((row["seconds"] for row in rows if row["seconds"] <= when), default=rows[0]["seconds"])
-    return [row for row in rows if row["seconds"] == seconds]
-
-
-def draw(
-    panels: Sequence[Any], steps: Sequence[Row], gpus: Sequence[Row], processes: Sequence[Row], tokens: int
-) -> None:
+def draw(panels: Sequence[Any], steps: Sequence[Row], looks: Sequence[Row], tokens: int) -> None:
     speed, memory, host, busy = panels
-
-    def minutes(rows: Sequence[Row]) -> list[float]:
-        return [(row["seconds"] - steps[0]["seconds"]) / 60 for row in rows]
-
-    speed.plot(minutes(steps), [tokens / row["step_seconds"] / 1e3 for row in steps], ".", markersize=2)
-    speed.set_ylabel("thousand tokens/s")
-    for name, label in (("allocated_gib", "allocated"), ("reserved_gib", "reserved"), ("peak_gib", "peak allocated")):
-        rows = [row for row in steps if name in row]
-        memory.plot(minutes(rows), [row[name] for row in rows], label=f"{label}, rank 0")
-    for index in sorted({row["index"] for row in gpus}):
-        rows = [row for row in gpus if row["index"] == index and {"memory.used", "utilization.gpu"} <= set(row)]
-        memory.plot(minutes(rows), [row["memory.used"] / 1024 for row in rows], "--", label=f"GPU {index:.0f}")
-        busy.plot(minutes(rows), [row["utilization.gpu"] / 100 for row in rows], label=f"GPU {index:.0f}, nvidia-smi")
-    memory.set_ylabel("GPU memory, GiB")
-    for role in sorted({row["what"] for row in processes if row["what"] != "compiler"}):
-        looks: dict[float, float] = {}
-        for row in processes:
-            if row["what"] == role:
-                looks[row["seconds"]] = looks.get(row["seconds"], 0) + row["rss_mib"]
-        host.plot(
-            [(when - steps[0]["seconds"]) / 60 for when in looks], [mib / 1024 for mib in looks.values()], label=role
-        )
-    host.set_ylabel("resident, GiB")
-    rows = [row for row in steps if "gpu_busy" in row]
-    busy.plot(minutes(rows), [row["gpu_busy"] for row in rows], "ko", markersize=3, label="step/gpu_busy, rank 0")
-    busy.set_ylabel("share of time at work")
+    minutes, seen = [t / 60 for t in ends(steps)], since_first(looks)
+    speed.plot(minutes, [tokens / row[STEP] / 1e3 for row in steps], ".", markersize=2)
+    for name, field in MEMORY.items():
+        memory.plot(minutes, [row.get(field) for row in steps], label=f"{name.replace('_', ' ')}, rank 0")
+    for index in sorted({one["index"] for _, look in seen for one in look["gpus"]}):
+        rows = [(t / 60, one) for t, look in seen for one in look["gpus"] if one["index"] == index]
+        at = [t for t, _ in rows]
+        memory.plot(at, [(one["memory.used"] or 0) / 1024 for _, one in rows], "--", label=f"GPU {index:.0f}")
+        share = [(one["utilization.gpu"] or 0) / 100 for _, one in rows]
+        busy.plot(at, share, label=f"GPU {index:.0f}, nvidia-smi")
+    for role in sorted({role for _, look in seen for role in look["rss_mib"]} - {"compiler"}):
+        rows = [(t / 60, look["rss_mib"][role] / 1024) for t, look in seen if role in look["rss_mib"]]
+        host.plot(*zip(*rows, strict=True), label=role)
+    of_busy = [(t, row[BUSY]) for t, row in zip(minutes, steps, strict=True) if BUSY in row]
+    busy.plot([t for t, _ in of_busy], [share for _, share in of_busy], "ko", markersize=3, label=f"{BUSY}, rank 0")
     busy.set_xlabel("minutes of training")
-    for axes in (speed, memory, host, busy):
+    labels = ("thousand tokens/s", "GPU memory, GiB", "resident, GiB", "share of time at work")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, ncols=3)
