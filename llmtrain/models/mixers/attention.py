@@ -222,11 +222,18 @@ class Attention(KernelAttention):
         """Heads of queries, and of keys and values, as they stand in a projection."""
         return Part(self.spec.n_heads, self.spec.head_dim), Part(self.spec.n_kv_heads, self.spec.head_dim)
 
+    def prompt_kernel(self) -> Any:
+        """Kernel of prompts, which may have any length: cuDNN takes some tenths of a second for each that is new."""
+        spec = self.spec.within(self.max_seq_len)
+        if self.backend.name == "sdpa:cudnn" and not registry.refusal("attention", "sdpa:flash", spec, self.platform):
+            return registry.resolve("attention", "sdpa:flash", spec, self.platform).build(spec, self.platform)
+        return self.kernel
+
     def empty_cache(self, batch: int, capacity: int, device: torch.device) -> AttentionCache:
         shape = (batch, self.spec.n_kv_heads, capacity, self.spec.head_dim)
         k, v = (torch.zeros(shape, dtype=getattr(torch, self.spec.dtype), device=device) for _ in "kv")
         step = registry.resolve("attention_step", "auto", self.spec, self.platform).build(self.spec, self.platform)
-        return AttentionCache(self, k, v, step, MaskedAttention(self.spec, self.platform))
+        return AttentionCache(self, k, v, step, MaskedAttention(self.spec, self.platform), self.prompt_kernel())
 
     def forward(self, x: Tensor, context: AttentionContext, changes: Mapping[str, Change] = NO_CHANGES) -> Tensor:
         """changes: to the linear layers, by name, where this is one use of a shared mixer."""
@@ -294,6 +301,8 @@ class AttentionCache(MixerCache):
     v: Tensor
     step: Any
     masked: MaskedAttention
+    kernel: Any
+    """Of prompts from their first token on, where nothing but the tokens behind is hidden."""
 
     def context(self, span: Span) -> AttentionContext:
         rotary = self.mixer.tables_at(span.memoize, span.positions)
@@ -310,9 +319,8 @@ class AttentionCache(MixerCache):
         if span.start == 0:
             q, k, v = (span.to_front(t) for t in (q, k, v))
             if replace(spec, sinks=False).plain:
-                kernel = self.mixer.kernel
-                context = span.memoize(self.mixer.context_key, lambda: kernel.prepare(seq_len, q.device))
-                return span.to_back(kernel(q, k, v, context, *sinks))
+                context = span.memoize(self.mixer.context_key, lambda: self.kernel.prepare(seq_len, q.device))
+                return span.to_back(self.kernel(q, k, v, context, *sinks))
             # Not the training kernel: FlexAttention would be compiled anew for every length of prompt.
             bias = span.memoize(spec, lambda: self.masked.bias(span.slots, span.slots))
             return span.to_back(self.masked(q, k, v, bias, *sinks))
