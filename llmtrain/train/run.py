@@ -170,7 +170,7 @@ def train(config: Config, verified: str | None = None) -> Outcome:
         checkpoints.uploads,
         checkpoints.saver,
         checkpoints.preemption,
-        contextlib.closing(trainer),
+        trainer,
         step.rollouts or contextlib.nullcontext(),
     ):
         if trainer.state.timestamp.batch.value < schedule.total:

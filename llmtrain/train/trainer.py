@@ -3,13 +3,14 @@
 import datetime
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from composer import Trainer
 from composer.core import Engine, Event, TrainerMode
 
+from llmtrain.errors import Preempted
 from llmtrain.models.loss import LossOutput
 from llmtrain.objectives.base import Batch
 from llmtrain.train.step import Step, summed
@@ -29,6 +30,17 @@ class StepTrainer(Trainer):
     def __init__(self, step: Step, **settings: Any):
         super().__init__(**settings)
         self._step = step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close what is open. After an error without Composer's barrier: the others may wait for this rank in a collective, or for
+        its stage, until it ends."""
+        if kind is None or issubclass(kind, Preempted):
+            self.close()
+        else:
+            self.engine.close()
 
     @property
     def engine(self) -> Engine:
