@@ -124,6 +124,7 @@ def _launched(
     args: argparse.Namespace, load: Callable[[int], Config], processes: int, lock: RunLock, early: EarlyRanks
 ) -> int:
     """Train on so many processes of this machine, which start again after a failure as --max-restarts allows."""
+    from llmtrain.checkpoint.local import folders
     from llmtrain.distributed.launch import launch
     from llmtrain.train.compile_ahead import begin_compiling
     from llmtrain.train.resume import refuse_used_remote
@@ -141,7 +142,10 @@ def _launched(
         return launch(early.command, ranks, config.run_dir, config.checkpoint.grace_seconds, lock, attempt, early)
 
     places = count_gpus if args.max_restarts and count_gpus() else None
-    return run_with_restarts(start, processes, args.max_restarts, load, places)
+    root = Path(config.run_dir) / "checkpoints"
+    return run_with_restarts(
+        start, processes, args.max_restarts, load, places, lambda: bool(config.checkpoint.remote or folders(root))
+    )
 
 
 _FINAL = (0, UserError.status, *(128 + number for number in saving_signals()))
@@ -154,12 +158,13 @@ def run_with_restarts(
     most: int,
     check: Callable[[int], object],
     available: Callable[[], int] | None = None,
+    saved: Callable[[], bool] = lambda: True,
 ) -> int:
     """Start the ranks, and again after a failure, at most `most` times. Returns the last exit status.
 
     start: runs so many ranks as the attempt of this number, from 0, and returns their exit status. check: raises UserError where
     a run of so many ranks cannot be. available: the number of ranks for which there is a place after a failure; default: as
-    many as before.
+    many as before. saved: False where the run has no checkpoint to start from.
     """
     attempt = 0
     while True:
@@ -179,5 +184,6 @@ def run_with_restarts(
             return status
         attempt += 1
         fewer = f", {left} instead of {processes}" if left != processes else ""
-        log.warning(f"status {status}: the ranks start again{fewer}, from the newest checkpoint ({attempt} of {most})")
+        where = "from the newest checkpoint" if saved() else "from the beginning, as no checkpoint was saved"
+        log.warning(f"status {status}: the ranks start again{fewer}, {where} ({attempt} of {most})")
         processes = left

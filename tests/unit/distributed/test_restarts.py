@@ -22,7 +22,9 @@ time.sleep(30 if attempt < 2 else 0)
 """
 
 
-def restarted(statuses: list[int], most: int, gpus: list[int] | None = None, batch: int = 8) -> tuple[int, list[int]]:
+def restarted(
+    statuses: list[int], most: int, gpus: list[int] | None = None, batch: int = 8, saved: bool = True
+) -> tuple[int, list[int]]:
     """The exit status, and the ranks of each start."""
     starts: list[int] = []
 
@@ -37,7 +39,7 @@ def restarted(statuses: list[int], most: int, gpus: list[int] | None = None, bat
         if batch % ranks:
             raise UserError(f"{batch} is no multiple of {ranks}")
 
-    status = run_with_restarts(start, 4, most, check, (lambda: next(places)) if gpus else None)
+    status = run_with_restarts(start, 4, most, check, (lambda: next(places)) if gpus else None, lambda: saved)
     return status, starts
 
 
@@ -50,6 +52,8 @@ def test_a_failure_starts_again_so_many_times(capsys):
     assert restarted([137, 1, 0], 3) == (0, [4, 4, 4])
     assert restarted([137, 1, 137], 2) == (137, [4, 4, 4])
     assert "status 137: the ranks start again, from the newest checkpoint (1 of 2)" in capsys.readouterr().err
+    restarted([1, 0], 1, saved=False)
+    assert "start again, from the beginning, as no checkpoint was saved (1 of 1)" in capsys.readouterr().err
 
 
 def test_fewer_gpus_have_as_many_ranks_as_divide_the_batch(capsys):
