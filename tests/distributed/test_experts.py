@@ -278,7 +278,7 @@ def test_optimizers_of_matrices_step_divided_experts_as_one_rank_does(ranks, sha
 
 COMPILED = [
     case(model(BALANCED), compile="on", context=2, expert=2),
-    case(model(POOLED, BESIDE, capacity=0.7), "full", compile="on", context=2, expert=2),
+    case(model(POOLED, BESIDE), "full", compile="on", context=2, expert=2),
     case(model(BALANCED, BESIDE), "selective", compile="on", tensor=2, expert=2),
 ]
 
