@@ -195,7 +195,9 @@ def _main() -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, UserError):
+        return str(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]  # one line
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ from llmtrain.train.rollouts.reference import log_p_of, reference_log_p
 from llmtrain.train.rollouts.store import RolloutFiles
 
 Groups = list[list[Answer]]
+MOST_REASONS = 20
+"""Reasons for which groups were set aside that are named: a reward may raise another text for each answer."""
 
 
 def rollouts_of(
@@ -228,9 +230,15 @@ class Rollouts(contextlib.ExitStack):
 
     def _report(self, step: int, failures: Counter[str]) -> None:
         for reason, count in failures.items():
-            if reason not in self.named and self.world.is_main:
-                run_log.warning(f"WARNING: step {step + 1}: groups set aside, {count}: {reason}")
+            if reason in self.named or len(self.named) > MOST_REASONS:
+                continue
             self.named.add(reason)
+            if self.world.is_main and len(self.named) <= MOST_REASONS:
+                run_log.warning(f"WARNING: step {step + 1}: groups set aside, {count}: {reason}")
+            elif self.world.is_main:
+                run_log.warning(
+                    f"WARNING: step {step + 1}: further reasons are not named; rollout/set_aside counts them"
+                )
 
     def _count_empty(self, step: int) -> None:
         valid = any(one.valid for group in self.groups for one in group)

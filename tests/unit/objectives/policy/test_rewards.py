@@ -17,6 +17,7 @@ def own(answer, record):
     print("printed beside the answer", flush=True)
     if answer == "hang": time.sleep(60)
     if answer == "raise": raise KeyError("no such thing")
+    if answer == "lines": raise ValueError("two\\nlines")
     if answer == "exit": os._exit(3)
     if answer == "nan": return float("nan")
     if answer == "huge": return -1e300
@@ -59,12 +60,13 @@ def test_an_own_function_may_fail_in_any_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record = {"most": 4}
     with RewardProcess(RewardSection(name="function", function="mine:own", allow_code=True, seconds=1.0)) as rewards:
-        answers = ["ab", "hang", "raise", "exit", "nan", "huge", "text", "abcd"]
+        answers = ["ab", "hang", "raise", "exit", "nan", "huge", "text", "lines", "abcd"]
         found = rewards.score([(one, record) for one in answers])
         assert (found[0], found[-1]) == (0.5, 1) and all(map(math.isnan, found[1:-1]))
         assert rewards.failures == {
             "took longer than 1 s, or ended its process": 2,
             "KeyError: 'no such thing'": 1,
+            "ValueError: two lines": 1,
             "the reward is nan, not within ±1e+12": 1,
             "the reward is -1e+300, not within ±1e+12": 1,
             "ValueError: could not convert string to float: 'many'": 1,

@@ -1,6 +1,8 @@
 """Rewards of groups: sums of several, punishments of length, groups that are set aside, and their batch."""
 
 import math
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.policy.sections import PolicySection
+from llmtrain.train.rollouts import rollouts
 from llmtrain.train.rollouts.answers import Answer, answers_batch
 from llmtrain.train.rollouts.rollouts import Rewarder, set_advantages
 
@@ -96,3 +99,19 @@ def test_the_batch_has_labels_where_answers_are_trained():
     assert answers_batch(answers, 9, True)["input_ids"].shape == (3, 9)  # learned positions end with seq_len
     none_fits = answers_batch([Answer(7, 0, [])] * 2, 20, True)
     assert none_fits["input_ids"].shape == (2, 16) and none_fits["labels"].eq(IGNORE).all()
+
+
+def test_reasons_without_end_are_named_up_to_a_number(monkeypatch: pytest.MonkeyPatch):
+    """As of a reward that raises with the answer in its text."""
+    said: list[str] = []
+    monkeypatch.setattr(rollouts.run_log, "warning", said.append)
+    run: Any = SimpleNamespace(named=set(), world=SimpleNamespace(is_main=True))
+    for step in range(30):
+        rollouts.Rollouts._report(run, step, Counter({f"no number: {step}": 2, "too long": 1}))
+    assert said[:2] == [
+        "WARNING: step 1: groups set aside, 2: no number: 0",
+        "WARNING: step 1: groups set aside, 1: too long",
+    ]
+    assert len(said) == rollouts.MOST_REASONS + 1
+    assert said[-1] == "WARNING: step 20: further reasons are not named; rollout/set_aside counts them"
+    assert len(run.named) == rollouts.MOST_REASONS + 1
