@@ -1,4 +1,4 @@
-"""One S3 server for these tests, and a place of its own for each."""
+"""An S3 server for each file of tests, and a place of its own for each test."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.stores import S3, serving
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
     with serving() as server:
         yield server
