@@ -55,6 +55,8 @@ def launch(
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
     held = (lock.descriptor,) if lock else ()
     ranks: list[subprocess.Popen] = []
+    earlier = [0] * processes
+    """Bytes in each rank's log from attempts before."""
     hear = _signalled_once()
     before = {number: signal.signal(number, hear) for number in saving_signals()}
     try:
@@ -65,9 +67,10 @@ def launch(
                 log_file = logs / f"rank{rank}.txt" if rank else None
                 mode = "a" if attempt else "w"  # what an earlier attempt ended with is worth reading
                 with log_file.open(mode) if log_file else contextlib.nullcontext() as output:
+                    earlier[rank] = os.fstat(output.fileno()).st_size if output else 0
                     start = early.admit if early and early.waiting else partial(_start, command)
                     ranks.append(start(environment, output, held if rank else (*held, handle)))
-        return _watch(ranks, logs, grace_seconds)
+        return _watch(ranks, logs, grace_seconds, earlier)
     except _Signalled as signalled:  # a job manager ends the parent: the ranks must not outlive it
         return _preempt(ranks, grace_seconds, signalled.args[0])
     finally:
@@ -113,7 +116,7 @@ def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
 
 
-def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float) -> int:
+def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earlier: list[int]) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
         for number in saving_signals():
@@ -123,14 +126,15 @@ def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float) -> i
             time.sleep(0.5)  # for the rank that reports the error to finish
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             _kill(ranks)  # they wait for the rank that is gone; SIGTERM would ask them to save
-            return _report(failed, logs)
+            return _report(failed, logs, earlier)
         if all(status == 0 for status in statuses):
             return 0
         time.sleep(0.1)
 
 
-def _report(failed: dict[int, int], logs: Path) -> int:
-    """Print the end of the failed ranks' logs, and return the status of the first. failed: exit status by rank.
+def _report(failed: dict[int, int], logs: Path, earlier: list[int]) -> int:
+    """Print the end of the failed ranks' logs, and return the status of the first. failed: exit status by rank. earlier: bytes of
+    each log that are not of this attempt.
 
     Of ranks that failed together one reports the error, perhaps in its log. A rank that was killed cannot, and is the cause
     if there is one."""
@@ -143,9 +147,13 @@ def _report(failed: dict[int, int], logs: Path) -> int:
         output = ""
         if rank:
             with contextlib.suppress(OSError):  # the run's folder is gone, say, which may be the cause
-                output = (logs / f"rank{rank}.txt").read_text(errors="replace").strip()
+                output = (logs / f"rank{rank}.txt").read_bytes()[earlier[rank] :].decode(errors="replace").strip()
         if output:
             log.error("\n".join(output.splitlines()[-20:]))
+        elif rank and rank not in killed:
+            log.error(
+                f"rank {rank} ended with status {failed[rank]}, and {logs}/rank{rank}.txt has no reason: is its disk full?"
+            )
     status = next(iter((killed or failed).values()))
     return 128 - status if status < 0 else status
 

@@ -86,6 +86,16 @@ def test_a_rank_is_reported_whatever_ended_it_and_whatever_became_of_its_log(tmp
     assert launch([sys.executable, "-c", without_folder], 2, str(tmp_path)) == 3
 
 
+def test_a_rank_without_a_word_is_named_and_no_earlier_attempt_speaks_for_it(tmp_path: Path, capfd):
+    """A full disk, say, takes no reason."""
+    fails_on_1 = "import os, sys; os.environ['RANK'] == '1' and sys.exit({})"
+    assert launch([sys.executable, "-c", fails_on_1.format("'the first reason'")], 2, str(tmp_path)) == 1
+    assert "the first reason" in capfd.readouterr().err
+    assert launch([sys.executable, "-c", fails_on_1.format(3)], 2, str(tmp_path), attempt=1) == 3
+    said = capfd.readouterr().err
+    assert "rank 1 ended with status 3, and" in said and "the first reason" not in said
+
+
 def test_a_log_keeps_what_earlier_attempts_wrote_and_no_earlier_run(tmp_path: Path):
     for run in range(2):
         for attempt in range(2):
