@@ -223,7 +223,7 @@ class Attention(KernelAttention):
         return Part(self.spec.n_heads, self.spec.head_dim), Part(self.spec.n_kv_heads, self.spec.head_dim)
 
     def prompt_kernel(self) -> Any:
-        """Kernel of prompts, which may have any length: cuDNN takes some tenths of a second for each that is new."""
+        """Kernel of prompts, which may have any length: cuDNN plans each new one anew, while requests wait."""
         spec = self.spec.within(self.max_seq_len)
         if self.backend.name == "sdpa:cudnn" and not registry.refusal("attention", "sdpa:flash", spec, self.platform):
             return registry.resolve("attention", "sdpa:flash", spec, self.platform).build(spec, self.platform)
