@@ -82,6 +82,10 @@ def about_a_file(error: BaseException) -> BaseException:
         return RunError(
             f"{os.strerror(error.errno)}: the disk is full that this command writes to"
         )  # a write names no file
+    if isinstance(error, (EOFError, ValueError)) and "marshal data" in str(error):  # as a module is imported
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if file := frame.f_locals.get("bytecode_path"):
+                return UserError(f"{file}: {error}; remove this file, which Python makes anew")
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile.gettempdir
         return UserError("no folder for temporary files can be written; set TMPDIR to one that can")
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_NAMES | _OF_DISKS:

@@ -1,7 +1,9 @@
 """Bytecode is kept in a folder of ours where the environment keeps none; elsewhere nothing changes."""
 
+import importlib
 import importlib.util
 import os
+import py_compile
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.bytecode import keep_bytecode
+from llmtrain.errors import exit_status
+
+MARSHAL = {40: ["marshal data too short"], None: ["bad marshal data (unknown type code)"]}
+"""What Python says of bytecode, by the bytes of it that are there; None: zeros."""
 
 
 @pytest.fixture
@@ -59,3 +65,19 @@ def test_nothing_changes_where(torch, tmp_path, monkeypatch, kept):
     before = told()
     keep_bytecode()
     assert told() == before
+
+
+@pytest.mark.parametrize("keep", [0, 10, 40, None], ids=["empty", "cut in its header", "cut", "zeros"])
+def test_damaged_bytecode_is_made_anew_or_named(keep: int | None, tmp_path, monkeypatch):
+    """As after a machine lost power. Python itself notices what is wrong with a header."""
+    (tmp_path / "damaged_here.py").write_text("VALUE = [1, 2, 3]\n" * 50)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "kept"))
+    file = Path(py_compile.compile(str(tmp_path / "damaged_here.py"), doraise=True))
+    content = file.read_bytes()
+    file.write_bytes(content[:16] + bytes(len(content)) if keep is None else content[:keep])
+    reported = list[BaseException]()
+    status = exit_status(lambda: importlib.import_module("damaged_here") and 0, reported.append)
+    sys.modules.pop("damaged_here", None)
+    named = [f"{file}: {what}; remove this file, which Python makes anew" for what in MARSHAL.get(keep, [])]
+    assert (status, [str(error) for error in reported]) == (2 if named else 0, named)
