@@ -86,7 +86,11 @@ def parallelize(
     chunk_mlps(model.hybrid, config.activation_checkpointing.mlp_tokens)
     kept = set[str]().union(*(converter.saved_ops() for converter in changes))
     checkpoint_activations(
-        model.hybrid, config.activation_checkpointing, kept, draws=adapt is not None and adapt.draws_in_training
+        model.hybrid,
+        config.activation_checkpointing,
+        kept,
+        draws=adapt is not None and adapt.draws_in_training,
+        within=adapt is not None and adapt.base == "nf4",
     )
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
@@ -116,10 +120,15 @@ def chunk_mlps(model: HybridLM, tokens: int | None) -> None:
 
 
 def checkpoint_activations(
-    model: HybridLM, config: ActivationCheckpointing, kept: Collection[str] = (), draws: bool = False
+    model: HybridLM,
+    config: ActivationCheckpointing,
+    kept: Collection[str] = (),
+    draws: bool = False,
+    within: bool = False,
 ) -> None:
     """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name. draws:
-    layers draw random numbers, also without the model's dropout."""
+    layers draw random numbers, also without the model's dropout. within: products are inside of a torch.autograd.Function, of
+    which the compiler recomputes nothing unless a policy names its operators one by one."""
     if config.type in ("none", "budget"):
         return
     # By name: a backend's own operator exists only once the backend was imported.
@@ -134,7 +143,7 @@ def checkpoint_activations(
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
             kept_products = products if config.type == "selective" else []
             options["context_fn"] = _selective(saved_ops | fixed_ops, kept_products)
-        elif fixed_ops:
+        elif fixed_ops or within:
             options["context_fn"] = _selective(fixed_ops, [])
         model.blocks[i] = checkpoint_wrapper(block, **options)
 

@@ -10,6 +10,8 @@ from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hybrid import HybridLM
 from llmtrain.schema.adapt import AdaptConfig, LoraConfig
+from llmtrain.schema.training import ActivationCheckpointing
+from llmtrain.train.parallel import checkpoint_activations
 
 MLP = {"type": "swiglu", "d_ff": 24}
 SHARED = {"type": "shared_attention", "n_heads": 2, "mlp": MLP | {"type": "geglu"}, "adapter_rank": 2}
@@ -61,3 +63,23 @@ def test_the_compiler_keeps_a_weight_in_4_bits_for_the_gradient_and_nothing_wide
 
     kept = torch.compile(product, backend="aot_eager_decomp_partition")(torch.randn(3, 256, requires_grad=True))
     assert sum(t.numel() * t.element_size() for t in kept.grad_fn.saved_tensors) < 0.6 * 512 * 256
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_recomputed_layer_in_4_bits_keeps_no_product(within):
+    adapt = AdaptConfig(lora=LoraConfig(rank=2), base="nf4")
+    one = MODEL | {"blocks": {"a": MODEL["blocks"]["a"]}, "layers": "a"}
+    with torch.device("meta"):
+        model = adapted(HybridLM(ModelConfig.model_validate(one), cpu()), adapt)
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    for converter in adaptations(adapt):
+        converter.finish(model, torch.device("cpu"))
+    checkpoint_activations(model, ActivationCheckpointing(type="full"), within=within)
+    [block], seen = model.blocks, []
+    block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    block.register_forward_hook(lambda module, given, output: seen.append(output))
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+    CausalLM(model).loss(ids, ids)
+    shapes = [tuple(one.shape) for one in seen[0].grad_fn.saved_tensors]
+    assert any(shape[-1:] == (2 * MLP["d_ff"],) for shape in shapes) != within, "what fails without the policy"
