@@ -73,7 +73,7 @@ def test_damaged_bytecode_is_made_anew_or_named(keep: int | None, tmp_path, monk
     (tmp_path / "damaged_here.py").write_text("VALUE = [1, 2, 3]\n" * 50)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "kept"))
-    file = Path(py_compile.compile(str(tmp_path / "damaged_here.py"), doraise=True))
+    file = Path(py_compile.compile(str(tmp_path / "damaged_here.py"), doraise=True) or "")
     content = file.read_bytes()
     file.write_bytes(content[:16] + bytes(len(content)) if keep is None else content[:keep])
     reported = list[BaseException]()
