@@ -93,7 +93,7 @@ def gpus() -> list[Row]:
     except (OSError, subprocess.SubprocessError):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = [dict(zip(GPU, map(cell, line.split(",")), strict=True)) for line in lines]
+    found: list[Row] = [dict(zip(GPU, map(cell, line.split(",")), strict=True)) for line in lines]
     return [one for one in found if visible is None or f"{one['index']:.0f}" in visible.split(",")]
 
 
