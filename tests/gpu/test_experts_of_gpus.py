@@ -28,7 +28,7 @@ def over(
     attention = {"type": "attention", "n_heads": 4, "head_dim": 16, "position": {"type": "rotary"}, "mlp": mlp}
     mamba = {"type": "mamba2", "d_state": 16, "head_dim": 16, "chunk_size": 16, "mlp": mlp}
     model = {"d_model": 64, "blocks": {"a": attention, "m": mamba}, "layers": "a m"}
-    return replace(case(model, recompute, **parallel), seq_len=32, dtype="float32", gpu=True)
+    return replace(case(model, recompute, None, "off", **parallel), seq_len=32, dtype="float32", gpu=True)
 
 
 CASES = {

@@ -72,8 +72,9 @@ def passed_by_hand(function: Any) -> list[int]:
     arguments = {one.arg for one in function.args.args}
     found = []
     for node in ast.walk(function):
-        value = node.value if isinstance(node, ast.Return) else None
-        for one in value.elts if isinstance(value, ast.Tuple) else [value]:
+        if not isinstance(node, ast.Return):
+            continue
+        for one in node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]:
             while isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in VIEWS:
                 one = one.func.value
             found += [node.lineno] if isinstance(one, ast.Name) and one.id in arguments else []
