@@ -36,7 +36,7 @@ def test_what_is_not_used_is_left_out_or_stood_in_for(tmp_path: Path):
         (tmp_path / name).write_bytes(fatbin(entry(2, 80, b"a" * 8)))
     vllm.cut_down(tmp_path, 90)
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    stand_ins = {f"{name}/__init__.py" for name in ("llguidance", "uvloop", "xgrammar")}
+    stand_ins = {f"{name}/__init__.py" for name in ("llguidance", "watchfiles", "xgrammar")}
     stand_ins.add("vllm/vllm_flash_attn/_vllm_fa2_C.py")
     assert found == {"vllm/_C.abi3.so", "vllm/envs.py", *stand_ins}
     assert b"a" * 8 not in (tmp_path / "vllm/_C.abi3.so").read_bytes()

@@ -111,6 +111,7 @@ def test_what_a_store_cannot_have_is_reported(settings, changes, out, said):
 
 
 def test_the_command_takes_an_address(server, here, corpus, tmp_path, capsys, monkeypatch):
+    (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     address = f"s3://{BUCKET}/made/command"
     command = ["prepare", str(corpus), "--out", address, "--tokenizer", str(tmp_path / "tokenizer"), "--seq-len", "32"]
