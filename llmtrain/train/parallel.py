@@ -90,7 +90,7 @@ def parallelize(
         config.activation_checkpointing,
         kept,
         draws=adapt is not None and adapt.draws_in_training,
-        within=adapt is not None and adapt.base == "nf4",
+        compiled=config.compiles(device.type),
     )
     if config.compiles(device.type):
         fraction = config.activation_checkpointing.fraction
@@ -124,11 +124,11 @@ def checkpoint_activations(
     config: ActivationCheckpointing,
     kept: Collection[str] = (),
     draws: bool = False,
-    within: bool = False,
+    compiled: bool = False,
 ) -> None:
     """kept: operators whose outputs the kinds `kernels` and `selective` keep, beside those that the layers' parts name. draws:
-    layers draw random numbers, also without the model's dropout. within: products are inside of a torch.autograd.Function, of
-    which the compiler recomputes nothing unless a policy names its operators one by one."""
+    layers draw random numbers, also without the model's dropout. compiled: layers will be, and what is inside of a
+    torch.autograd.Function the compiler keeps unless a policy is asked about its operators one by one."""
     if config.type in ("none", "budget"):
         return
     # By name: a backend's own operator exists only once the backend was imported.
@@ -143,7 +143,7 @@ def checkpoint_activations(
             products = [(tuple(one.linear.weight.t().shape), one.kept) for one in cast("Block", block).products()]
             kept_products = products if config.type == "selective" else []
             options["context_fn"] = _selective(saved_ops | fixed_ops, kept_products)
-        elif fixed_ops or within:
+        elif fixed_ops or compiled:
             options["context_fn"] = _selective(fixed_ops, [])
         model.blocks[i] = checkpoint_wrapper(block, **options)
 

@@ -65,8 +65,8 @@ def test_the_compiler_keeps_a_weight_in_4_bits_for_the_gradient_and_nothing_wide
     assert sum(t.numel() * t.element_size() for t in kept.grad_fn.saved_tensors) < 0.6 * 512 * 256
 
 
-@pytest.mark.parametrize("within", [True, False])
-def test_a_recomputed_layer_in_4_bits_keeps_no_product(within):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_recomputed_layer_in_4_bits_keeps_no_product(compiled):
     adapt = AdaptConfig(lora=LoraConfig(rank=2), base="nf4")
     one = MODEL | {"blocks": {"a": MODEL["blocks"]["a"]}, "layers": "a"}
     with torch.device("meta"):
@@ -75,11 +75,11 @@ def test_a_recomputed_layer_in_4_bits_keeps_no_product(within):
     model.init_weights(1)
     for converter in adaptations(adapt):
         converter.finish(model, torch.device("cpu"))
-    checkpoint_activations(model, ActivationCheckpointing(type="full"), within=within)
+    checkpoint_activations(model, ActivationCheckpointing(type="full"), compiled=compiled)
     [block], seen = model.blocks, []
     block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     block.register_forward_hook(lambda module, given, output: seen.append(output))
     ids = torch.zeros(1, 32, dtype=torch.int64)
     CausalLM(model).loss(ids, ids)
     shapes = [tuple(one.shape) for one in seen[0].grad_fn.saved_tensors]
-    assert any(shape[-1:] == (2 * MLP["d_ff"],) for shape in shapes) != within, "what fails without the policy"
+    assert any(shape[-1:] == (2 * MLP["d_ff"],) for shape in shapes) != compiled, "what fails without the policy"

@@ -28,6 +28,7 @@ from tests.support.models import ATTENTION, GDN, GELU, KDA, MAMBA, MODELS, ROTAR
 
 TOKENS = 32
 CPU = torch.device("cpu")
+H200 = platform.Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
 BIASED = ATTENTION | {"qkv_bias": True, "out_bias": True, "mlp": GELU | {"bias": True}}
 QWEN2 = ATTENTION | {"qkv_bias": True, "n_kv_heads": 2, "position": ROTARY}
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
@@ -136,6 +137,23 @@ def test_counts_what_compiled_layers_repeat(kind):
     assert counted(model, train_config({"type": kind}, compile="off")) == 2 * (repeated + wo)
     in_parts = train_config({"type": "full", "mlp_tokens": 12}, compile="on")
     assert counted(model, in_parts) == 2 * (attention + wqkv + w_in)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_layer_keeps_no_gated_unit_that_it_computes_again(compiled):
+    """As on GPUs, where the unit is a torch.autograd.Function; its width is that of no weight's input but one."""
+    gated = ATTENTION | {"backend": "triton", "mlp": {"type": "swiglu", "d_ff": 352}}
+    settings = {"vocab_size": 96, "d_model": 64, "max_seq_len": 64, "blocks": {"a": gated}, "layers": "a"}
+    with torch.device("meta"):
+        model = HybridLM(ModelConfig.model_validate_json(json.dumps(settings)), H200, torch.bfloat16)
+    parallel.checkpoint_activations(model, ActivationCheckpointing(type="full"), compiled=compiled)
+    [block], seen = model.blocks, []
+    block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    block.register_forward_hook(lambda module, given, output: seen.append(output))
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    CausalLM(model).loss(ids, ids)
+    kept = {tuple(one.shape) for one in seen[0].grad_fn.saved_tensors}
+    assert ((1, TOKENS, 352) in kept) != compiled, "what fails without the policy"
 
 
 @pytest.fixture
