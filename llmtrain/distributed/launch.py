@@ -55,8 +55,7 @@ def launch(
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the address of the machine's name
     held = (lock.descriptor,) if lock else ()
     ranks: list[subprocess.Popen] = []
-    earlier = [0] * processes
-    """Bytes in each rank's log from attempts before."""
+    earlier = [0] * processes  # bytes in each rank's log from attempts before
     hear = _signalled_once()
     before = {number: signal.signal(number, hear) for number in saving_signals()}
     try:
