@@ -1,6 +1,6 @@
 """Training speed of one model by two versions of the package, in turn on the same machine: BASE, NEW, BASE, NEW.
 
-    python scripts/gpu/compare_commits.py BASE NEW FILE [a.b=c …] [--steps 12] [--rounds 2] --out FOLDER
+    python scripts/gpu/compare_commits.py BASE NEW FILE [a.b=c …] [--steps 12] [--rounds 2] [--nproc 1] --out FOLDER
 
 BASE and NEW are checkouts (git worktree, or an unpacked git archive). Each run is `llmtrain train` of that checkout on FILE,
 over tokens of Python's standard library, ended when step --steps is in its metrics: nothing is validated or saved. Printed are
@@ -51,14 +51,14 @@ def main() -> int:
     tokens_per_step = load_config(args.file, overrides).tokens_per_step
     checkouts = {"BASE": args.base.resolve(), "NEW": args.new.resolve()}
     identity = {name: package_digest(folder) for name, folder in checkouts.items()}
-    identity |= {"file": Path(args.file).read_text(), "overrides": overrides, "steps": args.steps}
+    identity |= {"file": Path(args.file).read_text(), "overrides": overrides, "steps": args.steps, "nproc": args.nproc}
     args.out.mkdir(parents=True, exist_ok=True)
     runs = load_runs(args.out / "runs.json", identity)
     exit_on_sigterm()  # so that the run below ends too
     for number in range(1, args.rounds + 1):
         for name, folder in checkouts.items():
             if len(runs[name]) < number:
-                seconds = train(folder, args.file, overrides, args.steps, args.out / f"{name}-{number}")
+                seconds = train(folder, args.file, overrides, args.steps, args.nproc, args.out / f"{name}-{number}")
                 runs[name].append(seconds)
                 save_runs(args.out / "runs.json", identity, runs)
                 print(f"{name} {number}: {tokens_per_step / statistics.median(seconds):,.0f} tokens/s", flush=True)
@@ -75,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the file's, for both")
     parser.add_argument("--steps", type=int, default=12, help="of each run; the first three do not count")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each checkout")
+    parser.add_argument("--nproc", type=int, default=1, help="GPUs")
     parser.add_argument("--tolerance", type=float, default=0.01, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_intermixed_args()
@@ -116,13 +117,14 @@ def save_runs(file: Path, identity: dict[str, Any], runs: dict[str, list[list[fl
     partial.replace(file)
 
 
-def train(checkout: Path, file: str, overrides: list[str], steps: int, run_dir: Path) -> list[float]:
+def train(checkout: Path, file: str, overrides: list[str], steps: int, nproc: int, run_dir: Path) -> list[float]:
     """Seconds of the steps after the third. Kills the training after its last step, before it would save.
 
     Raises RuntimeError when the training ends by itself; its output is in run_dir.log.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
-    command = [sys.executable, "-m", "llmtrain.cli", "train", "--nproc", "1", str(Path(file).absolute()), *overrides]
+    command = [sys.executable, "-m", "llmtrain.cli", "train", "--nproc", str(nproc)]
+    command += [str(Path(file).absolute()), *overrides]
     path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     log = run_dir.with_suffix(".log")
     with log.open("w") as output:
