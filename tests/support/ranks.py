@@ -30,6 +30,8 @@ _SHARED = "LLMTRAIN_TESTS_WARM"
 def share_warm() -> None:
     """Start the process that `warm` forks from, for this process and those that it will start: each would import for itself.
     What is printed there leads nowhere, as in a worker of pytest-xdist."""
+    if torch.cuda.is_available():
+        return
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
@@ -44,7 +46,10 @@ def share_warm() -> None:
 
 
 def warm() -> Any:
-    """The context of processes that are forked from one that has imported Composer."""
+    """The context of processes that are forked from one that has imported Composer. With GPUs they are spawned: its imports look for
+    some, and CUDA is of no use in a fork of a process that has."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if (address := os.environ.get(_SHARED)) and server._forkserver_address != address:
@@ -58,7 +63,7 @@ def warm() -> Any:
 
 
 class Ranks:
-    """A gloo group of `size` processes, forked from one that has imported Composer.
+    """A group of `size` processes of the context `warm`: gloo, or NCCL where there are GPUs.
 
     Between jobs they are stopped: gloo polls in every process group that a run has made, a tenth of a core or more.
     `worn`: has run enough jobs. Composer keeps what it trained with until the process ends, open files among it.
