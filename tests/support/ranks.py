@@ -46,8 +46,8 @@ def share_warm() -> None:
 
 
 def warm() -> Any:
-    """The context of processes that are forked from one that has imported Composer. With GPUs they are spawned: its imports look for
-    some, and CUDA is of no use in a fork of a process that has."""
+    """The context of processes that are forked from one that has imported Composer. With GPUs they are spawned: its imports look
+    for some, and CUDA is of no use in a fork of a process that has."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
