@@ -1,6 +1,6 @@
-"""Rows of the grid's CSV as the measured cells that `auto` chooses attention backends by.
+"""Rows of the grid's CSVs as the measured cells that `auto` chooses attention backends by.
 
-    python -m benchmarks attention_choices benchmarks/results/kernels/grid.csv [--arch sm90]
+    python -m benchmarks attention_choices benchmarks/results/kernels/{grid,drawn-fitted}.csv [--arch sm90]
 
 Writes llmtrain/kernels/tables/ARCH.attention.csv anew. A row that failed is left out, and so is a backend whose error is more than
 twice the least of its cell (a row without one is of a program that only timed).
@@ -60,11 +60,10 @@ def row(line: dict[str, str]) -> measured.Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__name__, __doc__)
-    parser.add_argument("grid", type=Path)
+    parser.add_argument("grid", type=Path, nargs="+")
     parser.add_argument("--arch", default="sm90")
     args = parser.parse(argv)
-    with args.grid.open(newline="") as lines:
-        found = list(rows(csv.DictReader(lines)))
+    found = list(rows(line for grid in args.grid for line in csv.DictReader(grid.open(newline=""))))
     file = tuning.FOLDER / f"{args.arch}.attention.csv"
     file.unlink(missing_ok=True)
     measured.save(file, found)

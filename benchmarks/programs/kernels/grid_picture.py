@@ -51,11 +51,11 @@ class Times:
 
     @property
     def auto(self) -> float | None:
-        return _ratio(self.ms, _auto(self.line))
+        return _ratio(self.ms, auto_backend(self.line))
 
     @property
     def auto_by_wall(self) -> float | None:
-        return _ratio(self.wall_ms, _auto(self.line))
+        return _ratio(self.wall_ms, auto_backend(self.line))
 
 
 def _ratio(times: dict[str, float], backend: str) -> float | None:
@@ -64,7 +64,7 @@ def _ratio(times: dict[str, float], backend: str) -> float | None:
     return None if public is None or backend not in times else public / times[backend]
 
 
-def _auto(line: dict[str, str]) -> str:
+def auto_backend(line: dict[str, str]) -> str:
     """The backend that `auto` takes on Hopper today."""
     operation: Any = line["operation"]
     seq_len = None

@@ -75,10 +75,11 @@ class CostModel:
         return _CONSTANT + _LINEAR * (at @ self.points.T) + _SMOOTH * np.exp(-squares / (2 * _REACH**2))
 
     def applies(self, cell: Cell) -> bool:
-        """True if the head_dim was measured, and the cell's features, together or, of several, each alone."""
+        """True if head_dim lies between measured ones, and features were measured, together or, of several, each alone."""
         sets, features = {row.features for row in self.rows}, cell.features
         each = len(features) > 1 and all(frozenset({name}) in sets for name in features)
-        return (features in sets or each) and any(row.head_dim == cell.head_dim for row in self.rows)
+        widths = [row.head_dim for row in self.rows]
+        return (features in sets or each) and min(widths) <= cell.head_dim <= max(widths)
 
     def time(self, cell: Cell) -> tuple[float, Row, bool]:
         """(milliseconds of forward and backward of a batch of TOKENS, the most similar row, whether the time is predicted)."""

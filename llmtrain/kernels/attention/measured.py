@@ -29,11 +29,6 @@ from llmtrain.tables import csv_text
 DEFAULT_SEQ_LEN = 4096
 """Length that is assumed where a model is built for no certain one."""
 OURS = "triton"
-HOST_MS = 0.08
-"""Least time by which ours must be faster than the best public kernel to be taken. Times of cells are the device's; called eagerly,
-ours takes the host up to 0.5 ms longer (`wall_ms` of the measured grid), so that cells that gain less are slower by the clock. Not
-so beside varlen of documents, for which the host waits for the GPU once a microbatch: CUDA graphs, where launches cost the host
-nothing, can have ours alone."""
 _ROWS = TypeAdapter(list[Row])
 
 
@@ -48,8 +43,8 @@ class Choice:
 
 
 def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_len: int | None = None) -> list[Choice]:
-    """Times of the backends in `able` whose rows apply to `spec`, the one to take first, then the fastest; none unless a public one
-    is among them. The same on every rank that has the same tables.
+    """Times of the backends in `able` whose rows apply to `spec`, rising; none unless a public one is among them. The same on every
+    rank that has the same tables. Launches are not counted: called eagerly they cost the host as much in ours as in public ones.
     """
     by_parts = spec.lower_right and not replace(spec, softcap=None).only_causal  # which no cell is like
     if by_parts or spec.value_dim is not None or platform.vendor == "cpu":
@@ -57,18 +52,8 @@ def fastest(spec: AttentionSpec, able: Collection[str], platform: Platform, seq_
     asked = Cell.of(spec, seq_len or DEFAULT_SEQ_LEN)
     models = _models(own_file(platform.arch), shipped_file(platform.arch), DTYPES[asked.dtype])
     applying = [model for name, model in sorted(models.items()) if name in able and model.applies(asked)]
-    found = sorted(
-        (Choice(model.backend, *model.time(asked)) for model in applying),
-        key=lambda one: one.ms,
-    )
-    ours = next((one for one in found if one.backend == OURS), None)
-    public = next((one for one in found if one.backend != OURS), None)
-    if public is None:
-        return []
-    host_waits = public.backend == "varlen" and asked.documents
-    if ours is not None and found[0] is ours and not host_waits and public.ms - ours.ms < HOST_MS:
-        found = [public, *(one for one in found if one is not public)]
-    return found
+    found = sorted((Choice(model.backend, *model.time(asked)) for model in applying), key=lambda one: one.ms)
+    return found if any(one.backend != OURS for one in found) else []
 
 
 def own_file(arch: str) -> Path:
