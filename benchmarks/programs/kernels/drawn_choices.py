@@ -1,4 +1,4 @@
-"""What `auto` takes at drawn shapes of attention, against the fastest backend of all that were measured there, ours too.
+"""Choices of `auto` at drawn shapes of attention, against the fastest backend of all that were measured there, ours too.
 
     python -m benchmarks drawn_choices benchmarks/results/kernels/drawn.csv
 
@@ -21,7 +21,7 @@ DEVICE, WALL = 0.98, 0.95
 
 
 def shares(one: Times) -> dict[str, Any] | None:
-    """Of one shape; None where what `auto` takes was not measured."""
+    """Shares of one shape; None where what `auto` takes was not measured."""
     taken = auto_backend(one.line)
     if taken not in one.ms or taken not in one.wall_ms:
         return None
@@ -35,7 +35,7 @@ def shares(one: Times) -> dict[str, Any] | None:
 
 
 def medians(found: list[Times]) -> dict[str, float]:
-    """Of ours against the best public backend."""
+    """Medians of ours against the best public backend."""
     kinds: dict[str, list[float]] = {"features_x": [], "plain_x": []}
     for one in found:
         plain = one.line["cell"].endswith(" plain")
