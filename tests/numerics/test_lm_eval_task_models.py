@@ -99,6 +99,6 @@ def test_models(folder, shots, tmp_path):
         metrics = task.metrics(documents, requests, answers)
         name = their.config.task
         compare_metrics(metrics.values, results["results"][name], rel=1e-4)
-        first = [sample for sample in results["samples"][name] if sample["filter"] == task.settings.filters[0].name]
+        first = [sample for sample in results["samples"][name] if sample["filter"] == task.settings.chains[0]]
         for sample, one in zip(sorted(first, key=lambda sample: sample["doc_id"]), metrics.per_document, strict=True):
             assert "text" not in one.details or [[one.details["text"]]] == sample["resps"], task.name

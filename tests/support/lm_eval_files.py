@@ -45,10 +45,6 @@ def labelled(keys: str = "ABCD") -> Callable[[random.Random], Record]:
     return lambda rng: {"text": texts(rng, len(keys)), "label": [*keys]}
 
 
-def number_word(rng: random.Random) -> str:
-    return f"{rng.randrange(30)}"
-
-
 PAIR = {"sentence1": "", "sentence2": ""}
 ABCD = {"question": "", **dict.fromkeys("ABCD", "")}
 FOUR: Maker = record(question="", choices=texts, answer=4, subject="")
