@@ -180,12 +180,10 @@ decoding() {
     step decoding-mpt 200 "$python" -m benchmarks decoding yamls/bench/mpt-1b.yaml "${mpt_hf[@]}" --batch 64 --new 120 "$@"
 }
 
-serving() { # two models at a time: what shares the GPU's memory must fit
-    local options='{"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4294967296,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
-    local bench=("$python" -m benchmarks serving --vllm "${VLLM:?}" --batch 1 8 64 --vllm-options "$options")
-    step serving-mamba2 150 "${bench[@]}" yamls/pretrain/mamba2-1.3b.yaml --out "$work/mamba2" "$@"
-    step serving-hybrids 220 "${bench[@]}" yamls/bench/nemotron-h-1b.yaml yamls/pretrain/zamba2-1.2b.yaml --out "$work/hybrids" "$@"
+serving() {
+    local options='{"attention_config": {"backend": "TRITON_ATTN"}, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
+    step serving "$limit" "$python" -m benchmarks serving --vllm "${VLLM:?}" --batch 1 8 64 --vllm-options "$options" \
+        yamls/pretrain/mamba2-1.3b.yaml yamls/bench/nemotron-h-1b.yaml yamls/pretrain/zamba2-1.2b.yaml --out "$work/models" "$@"
 }
 
 loader() { # the share of a step spent waiting for data, from a store on this machine that answers after 50 ms

@@ -39,9 +39,8 @@ def test_figures_of_a_request():
 
 def test_a_program_that_fails_is_reported_with_the_end_of_its_output(tmp_path):
     fails = "import sys; print('MEASURED {}'); sys.stderr.write('out of memory'); sys.exit(3)"
-    program = serving.Program(sys.executable, fails, {"batch": [1, 2]}, tmp_path / "one")
     with pytest.raises(serving.RunError, match=r"status 3 after 1 of 2 batches\n(MEASURED {}\n)?out of memory"):
-        program.measure()
+        serving.measured([sys.executable, "-c", fails], {"batch": [1, 2]}, tmp_path / "one", 60)
 
 
 def test_the_model_of_a_yaml_is_exported(tmp_path):
@@ -67,18 +66,8 @@ def test_a_tiny_model_beside_a_made_up_vllm(tmp_path, monkeypatch):
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "vllm.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{serving.Path.cwd()}")
-    options = [
-        "--prompt",
-        "9",
-        "--new",
-        "5",
-        "--dtype",
-        "float32",
-        "--vllm",
-        sys.executable,
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    options = [*("--prompt", "9", "--new", "5", "--dtype", "float32"), "--vllm", sys.executable]
+    options += ["--out", str(tmp_path / "out")]
     assert serving.main([str(tmp_path / "exported"), "--batch", "1", "3", *options]) == 0
     (found,) = json.loads((tmp_path / "out" / "serving.json").read_text())
     assert [row["batch"] for row in found["llmtrain"]] == [row["batch"] for row in found["vllm"]] == [1, 3]

@@ -5,19 +5,15 @@
 
 MODEL: a folder that `llmtrain export` wrote, or a run's YAML, whose model is exported with weights as at the start of training.
 PYTHON: an interpreter that has vLLM, whose requirements are not llmtrain's; without it ours alone is measured. Random prompts,
-greedy, no early end. All load, compile and answer once beside each other, each in a process of its own, and must fit in the GPU's
-memory together (--vllm-options '{"kv_cache_memory_bytes": …}' bounds vLLM's); then one after the other is measured while the
-others wait. OUT gets serving.json, rewritten after each model, serving.png, and each program's output. `same`: the share
-of rows in which the first eight tokens (--same) are equal.
+greedy, no early end. Each program has a process of its own, one after the other. OUT gets serving.json, rewritten after each
+model, serving.png, and each program's output. `same`: the share of rows in which the first eight tokens (--same) are equal.
 """
 
 import argparse
-import contextlib
 import json
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +46,6 @@ def generate(prompts, new):
     steps = list(decode(model, prompts, Sampling(temperature=0), max_new_tokens=new))
     return [list(row) for row in zip(*steps, strict=True)]
 """
-# Its own process for the engine would go on asking for work while another program is measured.
 _VLLM = """
 import json, os, statistics, sys, time
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -81,8 +76,6 @@ def seconds(prompts, new):
 
 for prompts in job["prompts"]:
     generate(prompts, 2)
-print("READY", flush=True)
-sys.stdin.readline()
 for batch, prompts in zip(job["batch"], job["prompts"], strict=True):
     generate(prompts, 2)
     first, _ = seconds(prompts, 1)
@@ -103,40 +96,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=positive, default=128, help="new tokens of each row, at least two")
     # Later ones differ where bf16 rounds two likely tokens to the same score.
     parser.add_argument("--same", type=positive, default=8, help="tokens of a row that are compared")
-    parser.add_argument("--start", type=number, default=600, help="seconds until a program must be ready")
+    parser.add_argument("--seconds", type=number, default=600, help="for each program of a model, at most")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     programs = {"llmtrain": (sys.executable, _OURS)} | ({"vllm": (args.vllm, _VLLM)} if args.vllm else {})
     found, failed = [], False
-    started: dict[Path, dict[str, Program]] = {model: {} for model in args.models}
-    limit = time.monotonic() + args.start
-    try:
-        for model in args.models:
-            job = make_job(folder_of(model, args), args)
-            for name, (python, program) in programs.items():
-                started[model][name] = Program(python, program + _MEASURE, job, args.out / f"{title(model)}-{name}")
-        for running in started.values():
-            for program in running.values():
-                program.await_ready(limit)
-        for model, running in started.items():
-            rows: dict[str, list[dict[str, Any]]] = {}
-            for name, program in running.items():
-                try:
-                    rows[name] = program.measure()
-                except RunError as error:
-                    print(f"{title(model)}, {name}: {error}", file=sys.stderr, flush=True)
-                    failed = True
-            sizes = {"prompt": args.prompt, "new": args.new, "dtype": args.dtype}
-            found.append({"model": title(model)} | sizes | figures(rows, args.new, args.same))
-            (args.out / "serving.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
-            if any(name in one for one in found for name in programs):
-                plot(found, args.out / "serving.png")
-            print(json.dumps(rounded(found[-1])), flush=True)
-    finally:
-        for running in started.values():
-            for program in running.values():
-                program.kill()
+    for model in args.models:
+        job, rows = make_job(folder_of(model, args), args), dict[str, list[dict[str, Any]]]()
+        for name, (python, program) in programs.items():
+            try:
+                rows[name] = measured(
+                    [python, "-c", program + _MEASURE], job, args.out / f"{title(model)}-{name}", args.seconds
+                )
+            except RunError as error:
+                print(f"{title(model)}, {name}: {error}", file=sys.stderr, flush=True)
+                failed = True
+        sizes = {"prompt": args.prompt, "new": args.new, "dtype": args.dtype}
+        found.append({"model": title(model)} | sizes | figures(rows, args.new, args.same))
+        (args.out / "serving.json").write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+        if any(name in one for one in found for name in programs):
+            plot(found, args.out / "serving.png")
+        print(json.dumps(rounded(found[-1])), flush=True)
     return 1 if failed else 0
 
 
@@ -155,47 +136,25 @@ def folder_of(model: Path, args: argparse.Namespace) -> Path:
     return made.resolve()
 
 
-class Program:
-    """A process that loads a model, says that it is ready, waits, and measures. Its output goes to `log`.txt."""
-
-    def __init__(self, python: str, program: str, job: dict[str, Any], log: Path):
-        self.batches, self.log = len(job["batch"]), log.with_name(f"{log.name}.txt")
-        file = log.with_name(f"{log.name}.json")
-        file.write_text(json.dumps(job), encoding="utf-8")
-        with self.log.open("w", encoding="utf-8") as output:
-            self.process = subprocess.Popen(
-                [python, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=output, stderr=output, text=True
-            )
-
-    def lines(self, beginning: str) -> list[str]:
-        """Read the rest of each line of its output that begins so."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        return [line.removeprefix(beginning) for line in lines if line.startswith(beginning) and line.endswith("\n")]
-
-    def await_ready(self, limit: float) -> None:
-        """Wait until it is ready, or has ended. One that is neither at `limit`, of time.monotonic(), is ended."""
-        while not self.lines("READY") and self.process.poll() is None:
-            if time.monotonic() > limit:
-                self.kill()
-            time.sleep(0.1)
-
-    def measure(self) -> list[dict[str, Any]]:
-        """A row per batch. Raises RunError, with the end of its output, if it fails before the last batch."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        while len(self.lines("MEASURED ")) < self.batches and self.process.poll() is None:
-            time.sleep(0.1)
-        rows = [json.loads(line) for line in self.lines("MEASURED ")]
-        if len(rows) < self.batches:
-            end = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise RunError(f"status {self.process.wait()} after {len(rows)} of {self.batches} batches\n{end}")
-        return rows
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def measured(command: list[str], job: dict[str, Any], log: Path, seconds: float) -> list[dict[str, Any]]:
+    """Run a program with a job, its output in `log`.txt. Returns a row per batch. Raises RunError, with its output's end, where
+    it fails before the last batch or takes longer."""
+    file, text = (log.with_name(f"{log.name}.{kind}") for kind in ("json", "txt"))
+    file.write_text(json.dumps(job), encoding="utf-8")
+    with (
+        text.open("w", encoding="utf-8") as output,
+        subprocess.Popen([*command, str(file)], stdout=output, stderr=output) as process,
+    ):
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    said = text.read_text(encoding="utf-8", errors="replace")
+    lines = said.split("\n")[:-1]  # the last may be cut short
+    rows = [json.loads(line.removeprefix("MEASURED ")) for line in lines if line.startswith("MEASURED ")]
+    if len(rows) < len(job["batch"]):
+        raise RunError(f"status {process.returncode} after {len(rows)} of {len(job['batch'])} batches\n{said[-3000:]}")
+    return rows
 
 
 def make_job(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
