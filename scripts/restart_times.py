@@ -1,15 +1,18 @@
 """Seconds from a killed rank to the end of the next step, on this machine: `llmtrain train --max-restarts` and `kill -9`.
 
-    python scripts/restart_times.py [FILE] [a.b=c ...] [--nproc 2] [--kills 20] [--device cpu|cuda] [--seconds 300]
+    python scripts/restart_times.py [FILE] [a.b=c ...] [--nproc 2] [--kills 20] [--device cpu|cuda] [--seconds 300] [--limit S]
 
-Without FILE it is the quickstart. Each rank is killed in turn, once the run has saved after a start. The last line is a row for
-benchmarks/results/training/restarts.json. Exit status 1 if a restart failed or took too long.
+Without FILE it is the quickstart. Each rank is killed in turn, as soon as the run has saved after a start; it has to go on from
+that checkpoint or a newer one. The last line is a row for benchmarks/results/training/restarts.json. Exit status 1 if a restart
+failed or took too long.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -27,6 +30,7 @@ SETTINGS = (
     *("logging.wandb=null", "logging.tensorboard=false"),
 )
 """A run that does not end, and saves soon."""
+CHECKPOINTS = "checkpoints/step-*[0-9]/manifest.json"
 
 
 def main() -> int:
@@ -36,6 +40,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=300.0, help="of one start, at most")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no rank is killed any more")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are any")
     args = parser.parse_intermixed_args()
     exit_on_sigterm()  # so that the run below ends too
@@ -51,17 +56,16 @@ def main() -> int:
             settings.insert(0, f"train.microbatch_size={max(8 // args.nproc, 1)}")
         command = [sys.executable, "-m", "llmtrain.cli", "train", args.file, *settings]
         command += ["--nproc", str(args.nproc), "--max-restarts", str(args.kills)]
-        with (Path(folder) / "log").open("w") as log:
+        log_file = Path(folder) / "log"
+        with log_file.open("w") as log:
             run = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         try:
-            for seconds in measure(run, run_dir, args):
+            for seconds in measure(run, run_dir, log_file, args):
                 found.append(seconds)
-            if (resumed := (Path(folder) / "log").read_text().count("resumed from")) != args.kills:
-                raise ChildProcessError(f"{args.kills} starts, of which {resumed} resumed from a checkpoint")
         except (TimeoutError, ChildProcessError) as error:
-            print(f"{error}\n{(Path(folder) / 'log').read_text()[-4000:]}")
+            print(f"{error}\n{log_file.read_text()[-4000:]}")
             return 1
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -81,18 +85,42 @@ def row(args: argparse.Namespace, found: list[float]) -> dict[str, object]:
     }
 
 
-def measure(run: subprocess.Popen, run_dir: Path, args: argparse.Namespace) -> Iterator[float]:
-    """Seconds of each restart. Raises TimeoutError for one that takes too long, ChildProcessError where the launcher ended."""
+def measure(run: subprocess.Popen, run_dir: Path, log: Path, args: argparse.Namespace) -> Iterator[float]:
+    """Seconds of each restart. Raises TimeoutError for one that takes too long, ChildProcessError where the launcher ended, or the
+    ranks went on from an older checkpoint than there was."""
+    end = time.monotonic() + args.limit
     first = await_change(run, run_dir, "start.json", 0, args.seconds)
     for number in range(args.kills):
-        await_change(run, run_dir, "checkpoints/step-*[0-9]/manifest.json", first, args.seconds)
-        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        await_change(run, run_dir, CHECKPOINTS, first, args.seconds)
+        if time.monotonic() > end:
+            return
+        rank, saved, read = number % args.nproc, newest(run_dir), log.stat().st_size
         began = time.monotonic()
-        os.kill(int(ranks[number % args.nproc]), signal.SIGKILL)
+        os.kill(rank_processes(run.pid)[rank], signal.SIGKILL)
         first = await_change(run, run_dir, "start.json", first, args.seconds)
         seconds = time.monotonic() - began
-        print(f"kill {number + 1}, of rank {number % args.nproc}: {seconds:.1f} s", flush=True)
+        parts = json.loads((run_dir / "start.json").read_text())["parts"]
+        longest = ", ".join(f"{some:.1f} s {name}" for name, some in list(parts.items())[:6])
+        resumed = re.findall(r"resumed from \S+ \(step (\d+)", log.read_bytes()[read:].decode(errors="replace"))
+        print(f"kill {number + 1}, of rank {rank}: {seconds:.1f} s, step {resumed} of {saved} ({longest})", flush=True)
+        if len(resumed) != 1 or int(resumed[0]) < saved:
+            raise ChildProcessError(f"step {saved} was saved, and the ranks went on from {resumed or 'the beginning'}")
         yield seconds
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint."""
+    return max(int(path.parent.name.removeprefix("step-")) for path in run_dir.glob(CHECKPOINTS))
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """The process of each rank that a launcher runs. It has other children, such as the one that compiles kernels."""
+    found = dict[int, int]()
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            if rank := re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes()):
+                found[int(rank[1])] = int(child)
+    return found
 
 
 def await_change(run: subprocess.Popen, run_dir: Path, pattern: str, before: int, seconds: float) -> int:

@@ -133,8 +133,10 @@ def _prepare(config: Config, world: World, lock: RunLock | None, fresh: bool) ->
         launch = launch_id() if world.size > 1 else None
         verified = download_newest_checkpoint(config, launch, progress=sys.stderr.isatty())
         check_resumption(config)
-    _refuse_missing_gpus(world)
-    refuse_what_is_missing(config.model, config.train, config.data.mask_documents, detect())
+    with start_phase("opening of the GPU's driver"):  # which may wait for other processes, or clear up behind them
+        _refuse_missing_gpus(world)
+        here = detect()
+    refuse_what_is_missing(config.model, config.train, config.data.mask_documents, here)
     download_initial_weights(config, fresh)
     _prepare_data(config, world)
     if fresh and lock and first_start:
