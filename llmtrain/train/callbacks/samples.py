@@ -1,7 +1,7 @@
 """Text that the model writes while it is trained, and how many of the held-out questions it answers exactly."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +56,7 @@ class Samples(Callback):
         room = model.config.max_seq_len - config.max_new_tokens
         if long := next((text for text, one in zip(config.prompts, prompts, strict=True) if len(one.ids) > room), None):
             raise UserError(f"eval.samples.prompts: {long[:40]!r}... leaves no room for {config.max_new_tokens} tokens")
-        questions = (
-            list(held_out_questions(data, config.questions, tokenizer, room, of_pairs)) if config.questions else []
-        )
+        questions = held_out_questions(data, config.questions, tokenizer, room, of_pairs) if config.questions else []
         if len(questions) < config.questions:
             raise UserError(
                 f"eval.samples.questions: {config.questions} are asked for, {len(questions)} conversations of at most {room} "
@@ -120,30 +118,30 @@ class Samples(Callback):
 
 def held_out_questions(
     data: DataConfig, count: int, tokenizer: TextTokenizer, room: int, of_pairs: bool = False
-) -> Iterator[Question]:
-    """The first `count` conversations of the validation data with a question of at most `room` tokens. of_pairs: every second one
-    is a rejected or mismatched answer (objectives/preference.py), which counts as little as one that is labelled undesirable."""
+) -> list[Question]:
+    """At most `count` conversations of the validation data with a question of at most `room` tokens, the same in every run, drawn
+    from samples all over it, as packing puts conversations of like length side by side. of_pairs: every second one is a rejected or
+    mismatched answer (objectives/preference.py), which counts as little as one that is labelled undesirable."""
     cached = [CachedStream.of(name, stream, data) for name, stream in data.validation_streams().items()]
     if not cached:
-        return
-    samples = TokenSamples(cached, seq_len=data.seq_len)
-    for number in range(samples.num_samples):
-        sample = samples.get_item(number)
+        return []
+    samples, rng = TokenSamples(cached, seq_len=data.seq_len), np.random.default_rng(0)
+    found = list[Question]()
+    for read, number in enumerate(rng.permutation(samples.num_samples)):
+        if min(read, len(found)) >= count:
+            break
+        sample = samples.get_item(int(number))
         if "flags" not in sample:
             raise UserError("eval.samples.questions are of conversations; the validation data holds texts")
         borders = np.flatnonzero(sample["flags"] & ENDS) + 1
         parts = zip(np.split(sample["tokens"], borders), np.split(sample["flags"], borders), strict=True)
         for tokens, flags in list(parts)[:: 2 if of_pairs else 1]:
-            if (
-                count
-                and not (flags & UNDESIRABLE).any()
-                and (found := question_of(tokens.tolist(), (flags & TRAINED) != 0, tokenizer.end_ids))
-                and len(found.ids) <= room
-            ):
-                yield found
-                count -= 1
-        if not count:
-            return
+            if (flags & UNDESIRABLE).any():
+                continue
+            one = question_of(tokens.tolist(), (flags & TRAINED) != 0, tokenizer.end_ids)
+            if one and len(one.ids) <= room:
+                found.append(one)
+    return [found[number] for number in sorted(rng.permutation(len(found))[:count])]
 
 
 def samples_callbacks(

@@ -46,6 +46,25 @@ def test_questions_are_conversations_up_to_their_last_answer(config, tokenizer):
     assert all(len(one.ids) <= 20 for one in held_out_questions(config.data, 99, tokenizer, 20))
 
 
+def test_questions_are_drawn_from_all_lengths(tmp_path):
+    """Best-fit packing puts conversations of like length into the same samples: the first samples alone would hold one kind."""
+    source = tmp_path / "records.jsonl"
+    asked = [f"Repeat {'ab ' * size}{n}" for n in range(60) for size in (1, 4, 9, 16)]
+    made = [{"prompt": one, "completion": "Yes."} for one in asked]
+    source.write_text("".join(json.dumps(one) + "\n" for one in made))
+    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 64, "workers": 1}
+    section = PrepareConfig.model_validate(values | {"validation_fraction": 0.8})
+    prepare(section, progress=False)
+    data, tokenizer = (
+        DataConfig(seq_len=64, prepare=section, mask_documents=True),
+        load_tokenizer(f"{tmp_path}/out/tokenizer"),
+    )
+    found = held_out_questions(data, 24, tokenizer, 60)
+    sizes = [tokenizer.decode(one.ids).count("ab") for one in found]
+    assert len(found) == 24 and set(sizes) == {1, 4, 9, 16}
+    assert [one.ids for one in held_out_questions(data, 24, tokenizer, 60)] == [one.ids for one in found]
+
+
 @pytest.mark.parametrize("kto", [False, True])
 def test_questions_of_preferences_are_answered_as_chosen(tmp_path, kto):
     source, asked = tmp_path / "records.jsonl", [(f"{n} + {n} =", f" {2 * n}.") for n in range(1, 40)]
