@@ -52,12 +52,13 @@ class ChatFault(Exception):
 @dataclass(frozen=True)
 class Conversation:
     """Messages with `role` and `content`, the last of them the assistant's; or plain text, a prompt and its completion, where
-    `messages` is empty. tools: descriptions for the template."""
+    `messages` is empty. tools: descriptions for the template. system: of plain text, what a system turn would hold."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[Any] | None = None
     prompt: str = ""
     completion: str = ""
+    system: str = ""
 
     @property
     def answers(self) -> list[int]:
@@ -108,15 +109,19 @@ def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
     return [read_message(one, number) for number, one in enumerate(_listed(name, value), 1)]
 
 
+def _messages(record: Mapping[str, Any], messages: Any) -> Conversation:
+    return checked([*system_turn(record), *messages_of("messages", messages)], record)
+
+
 def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
-    found = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    found = system_turn(record)
     for number, turn in enumerate(_listed("conversations", turns), 1):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
             if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
                 found.append(read_message(turn, number))
                 continue
             raise ChatFault(f"turn {number} has no `from` and `value`")
-        role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
+        role = _SHAREGPT_ROLES.get(text_of(turn["from"], f"from of turn {number}"), turn["from"])
         flags = {key: turn[key] for key in _UNTRAINED if key in turn}
         found.append(read_message({"role": role, "content": turn["value"], **flags}, number))
     return checked(found, record)
@@ -124,25 +129,50 @@ def _sharegpt(record: Mapping[str, Any], turns: Any) -> Conversation:
 
 def _alpaca(record: Mapping[str, Any], output: Any) -> Conversation:
     parts = [text_of(record[key], key) for key in ("instruction", "input") if record.get(key)]
-    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    asked = {"role": "user", "content": "\n\n".join(parts)}
-    return checked([*system, asked, {"role": "assistant", "content": text_of(output, "output")}], record)
+    found = system_turn(record)
+    for number, pair in enumerate(parsed("history", record.get("history")) or [], 1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ChatFault(f"entry {number} of 'history' is no pair of a question and its answer")
+        found += _asked(*(text_of(one, f"entry {number} of history") for one in pair))
+    return checked([*found, *_asked("\n\n".join(parts), text_of(output, "output"))], record)
+
+
+def _asked(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _completion(record: Mapping[str, Any], completion: Any) -> Conversation:
-    prompt = record["prompt"]
-    if isinstance(prompt, list) or isinstance(completion, list):
-        both = [*_listed("prompt", prompt), *_listed("completion", completion)]
-        return checked([read_message(one, number) for number, one in enumerate(both, 1)], record)
-    if not text_of(completion, "completion").strip():
+    prompt, answer = value_of("prompt", record["prompt"]), value_of("completion", completion)
+    if isinstance(prompt, list) or isinstance(answer, list):
+        turns = (as_turns("user", prompt), as_turns("assistant", answer))
+        return checked([*system_turn(record), *turns[0], *turns[1]], record)
+    if not answer.strip():
         raise ChatFault("the completion is empty; mend the record, or leave it out")
-    return Conversation(prompt=text_of(prompt, "prompt"), completion=completion)
+    return Conversation(prompt=prompt, completion=answer, system=text_of(record.get("system") or "", "system"))
 
 
-_READERS = {
-    "messages": lambda record, messages: checked(messages_of("messages", messages), record),
-    **{"sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion},
-}
+def value_of(key: str, value: Any) -> str | list[dict[str, Any]]:
+    """Text, or messages, which may be JSON text of a list. Raises ChatFault."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith("[{"):
+            return text_of(value, key)
+        value = parsed(key, value)
+    if not isinstance(value, list):
+        raise ChatFault(f"'{key}' is {type(value).__name__}, not text, nor a list of turns")
+    return messages_of(key, value)
+
+
+def as_turns(role: str, value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def system_turn(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first turn of a record whose `system` stands beside its turns; else nothing."""
+    system = text_of(record.get("system") or "", "system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+_READERS = {"messages": _messages, "sharegpt": _sharegpt, "alpaca": _alpaca, "completion": _completion}
 
 
 def text_of(value: Any, what: str) -> str:
@@ -179,7 +209,7 @@ def parsed(name: str, value: Any) -> Any:
 
 def read_message(message: Any, number: int) -> dict[str, Any]:
     """A message without empty fields; `tool_calls` may be JSON text, and `content` a list of parts that are texts."""
-    if not isinstance(message, Mapping) or "role" not in message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatFault(f"turn {number} has no `role`")
     found = _without_nulls(dict(message))
     if (untrained := next((key for key in _UNTRAINED if found.get(key) in (0, False)), None)) and found[
@@ -192,6 +222,8 @@ def read_message(message: Any, number: int) -> dict[str, Any]:
     if "tool_calls" in found:
         found["tool_calls"] = parsed("tool_calls", found["tool_calls"])
     content = found.get("content")
+    if content is None and found["role"] != "assistant":
+        raise ChatFault(f"turn {number} ({found['role']}) has no content; mend the record, or leave it out")
     if isinstance(content, str):
         _unicode(content, f"turn {number}")
     elif content is not None and not isinstance(content, list):
@@ -227,6 +259,10 @@ def checked(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conver
         before = role
     if before != "assistant":
         raise ChatFault(f"the last turn is {before}'s, not the assistant's; there is no answer to train on: cut it off")
+    if record.get("functions"):
+        raise ChatFault(
+            "'functions' is the earlier form of 'tools'; rename it, each as {type: function, function: ...}"
+        )
     tools = parsed("tools", record.get("tools"))
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ChatFault("'tools' is no list of descriptions (objects), or JSON text of one")

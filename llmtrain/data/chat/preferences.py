@@ -10,13 +10,14 @@ estimates the divergence from its reference.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llmtrain.data.chat.conversation import ChatFault, checked, known_fields, messages_of, parsed, text_of
+from llmtrain.data.chat.conversation import ChatFault, as_turns, checked, known_fields, system_turn, value_of
 from llmtrain.data.chat.samples import (
+    NO_SYSTEM,
     ChatBatch,
     ChatEncoder,
     ChatSettings,
@@ -24,6 +25,7 @@ from llmtrain.data.chat.samples import (
     Sample,
     encoded,
     flagged,
+    for_template,
     has_label,
     held_out_of,
 )
@@ -43,6 +45,12 @@ class Preference:
     answers: list[Text]
     desirable: bool = True
     tools: list[Any] | None = None
+    system: list[dict[str, Any]] = field(default_factory=list)
+    """A turn before a prompt that is text."""
+
+
+_ASKED = ("question", "instruction", "query", "input")
+"""Fields that are prompts under other names."""
 
 
 def preference(record: Any, name: str, fields: Mapping[str, str] | None = None) -> Preference:
@@ -55,13 +63,24 @@ def preference(record: Any, name: str, fields: Mapping[str, str] | None = None) 
         if not isinstance(label, bool) and label not in (0, 1):
             raise ChatFault(f"'label' is {json.dumps(label, default=str)[:40]}; expected true (desirable) or false")
         keys = ["completion" if "completion" in known else "response"]
-    answers = [_value(key, known[key]) for key in keys]
-    prompt = _value("prompt", known["prompt"]) if "prompt" in known else None
+    answers = [value_of(key, known[key]) for key in keys]
+    prompt = value_of("prompt", known["prompt"]) if "prompt" in known else None
     if len({type(answer) for answer in answers}) > 1:
         raise ChatFault("'chosen' is text and 'rejected' are messages, or the other way round; give both alike")
     if len(answers) == 2 and answers[0] == answers[1]:
         raise ChatFault("'chosen' and 'rejected' are the same, so that nothing can be learned; leave the record out")
+    if (
+        prompt is None
+        and (asked := next((key for key in _ASKED if known.get(key)), None))
+        and isinstance(answers[0], str)
+    ):
+        raise ChatFault(
+            f"has '{asked}' but no 'prompt'; give chat.fields: {{prompt: {asked}}} (--chat-field prompt={asked}), or remove it"
+        )
     prompt, answers = _divided(prompt, answers)
+    system = system_turn(known)
+    if isinstance(prompt, list):
+        prompt, system = [*system, *prompt], []
     tools = None
     for key, answer in zip(keys, answers, strict=True):
         if isinstance(answer, str):
@@ -73,16 +92,7 @@ def preference(record: Any, name: str, fields: Mapping[str, str] | None = None) 
                 tools = checked([*prompt, *answer], known).tools
             except ChatFault as fault:
                 raise ChatFault(f"prompt and '{key}': {fault}") from None
-    return Preference(prompt, answers, bool(known.get("label", True)), tools)
-
-
-def _value(key: str, value: Any) -> Text:
-    """Text, or messages, which may be JSON text of a list."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith("[{"):
-            return text_of(value, key)
-        value = parsed(key, value)
-    return messages_of(key, value)
+    return Preference(prompt, answers, bool(known.get("label", True)), tools, system)
 
 
 def _divided(prompt: Text | None, answers: Sequence[Text]) -> tuple[Text, list[Text]]:
@@ -90,8 +100,10 @@ def _divided(prompt: Text | None, answers: Sequence[Text]) -> tuple[Text, list[T
     if isinstance(prompt, str) and isinstance(answers[0], list):
         # Answers that are whole conversations begin with the prompt themselves.
         prompt = None if answers[0][0]["role"] != "assistant" else [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and isinstance(answers[0], str):
-        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+    if isinstance(prompt, list):
+        answers = [as_turns("assistant", answer) for answer in answers]
+        if all(len(answer) > len(prompt) and answer[: len(prompt)] == prompt for answer in answers):
+            answers = [answer[len(prompt) :] for answer in answers]
     if prompt is not None:
         return prompt, [*answers]
     if len(answers) == 1:  # a conversation
@@ -104,6 +116,10 @@ def _divided(prompt: Text | None, answers: Sequence[Text]) -> tuple[Text, list[T
         raise ChatFault("the conversations in 'chosen' and 'rejected' begin differently; give both the same first turn")
     if not size:
         raise ChatFault("'chosen' and 'rejected' begin differently, and there is no 'prompt'; give one")
+    if isinstance(a, list) and size == min(len(a), len(b)):
+        raise ChatFault(
+            "one of 'chosen' and 'rejected' is the beginning of the other; give both an answer of their own"
+        )
     return a[:size], [a[size:], b[size:]]
 
 
@@ -127,13 +143,17 @@ def texts_of(text: str) -> list[str]:
 def _rendering(settings: ChatSettings, of: Preference, answer: Text) -> Rendering:
     prompt, template = of.prompt, settings.template
     if isinstance(prompt, str) and isinstance(answer, str):
+        if (settings.plain or template is None) and of.system:
+            raise ChatFault(NO_SYSTEM)
         if settings.plain or template is None:
             return Rendering(prompt + answer, [], [(prompt, prompt + answer)], False)
-        prompt, answer = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer.strip()}]
+        prompt = [*of.system, {"role": "user", "content": prompt}]
+        answer = [{"role": "assistant", "content": answer.strip()}]
     if template is None:
         raise ChatFault("holds messages, which need a chat template: name one with chat.template")
-    before, _ = template.render(prompt, tools=of.tools, add_generation_prompt=True)  # type: ignore[arg-type]
-    whole, _ = template.render([*prompt, *answer], tools=of.tools)  # type: ignore[list-item]
+    messages = for_template(template, [*prompt, *answer], of.tools)  # type: ignore[list-item]
+    before, _ = template.render(messages[: len(prompt)], tools=of.tools, add_generation_prompt=True)
+    whole, _ = template.render(messages, tools=of.tools)
     return Rendering(whole, [], [(before, whole)], True)
 
 

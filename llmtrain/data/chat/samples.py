@@ -7,7 +7,7 @@ the longest common prefix of the conversation's tokens and of those of its begin
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -67,13 +67,16 @@ class ChatSettings:
         """Raises ChatFault, and ChatError from the template."""
         if self.template is None and chat.messages:
             raise ChatFault("holds messages, which need a chat template: name one with chat.template")
+        if self.template is None and chat.system:
+            raise ChatFault(NO_SYSTEM)
         if self.template is None:
             text = chat.prompt + chat.completion
             return Rendering(text, [], [(chat.prompt, text)], False)
         if not chat.messages:
-            turns = (("user", chat.prompt), ("assistant", chat.completion.strip()))
-            chat = Conversation([{"role": role, "content": content} for role, content in turns])
+            turns = (("system", chat.system), ("user", chat.prompt), ("assistant", chat.completion.strip()))
+            chat = Conversation([{"role": role, "content": text} for role, text in turns if text or role != "system"])
         template = self.template
+        chat = replace(chat, messages=for_template(template, chat.messages, chat.tools))
         text, answers = template.render(chat.messages, tools=chat.tools)
         if template.marks_answers:
             if not answers:
@@ -101,6 +104,67 @@ class ChatSettings:
                 "tokens cannot be found; give chat.targets: last, or a template with {% generation %}"
             )
         return before, upto
+
+
+NO_SYSTEM = "has 'system', which only a chat template writes: name one with chat.template, or put it before the prompt"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of fields for what is thought before an answer, of which a template writes one."""
+
+
+def for_template(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Sequence[Any] | None
+) -> list[dict[str, Any]]:
+    """Messages as the template takes them: arguments of tool calls as objects, as transformers has them, unless it joins texts.
+
+    Raises ChatFault for what the template would leave out.
+    """
+    if tools and not template.reads("tools"):
+        raise ChatFault(f"has tools, which chat template {template.source} does not write; {_OTHER}")
+    for number, message in enumerate(messages, 1):
+        thoughts = [key for key in _THOUGHTS if message.get(key)]
+        lost = [] if any(template.reads(key) for key in thoughts) else thoughts[:1]
+        lost += [key for key in ("tool_calls", "function_call") if message.get(key) and not template.reads(key)]
+        if lost:
+            raise ChatFault(
+                f"turn {number} ({message['role']}) has {lost[0]}, which chat template {template.source} does not write; {_OTHER}"
+            )
+    objects = [_with_objects(message) for message in messages]
+    if objects == messages:
+        return messages
+    try:
+        text, _ = template.render(objects, tools=tools)
+    except ChatError:
+        return messages
+    # A template that joins them as text would write them as Python does.
+    calls = [call for message in objects for call in message.get("tool_calls", ())]
+    return messages if any(a and str(a) in text for a in map(_arguments, calls)) else objects
+
+
+_OTHER = "name another with chat.template, or remove it"
+
+
+def _arguments(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have objects for arguments that are JSON text of objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(isinstance(_arguments(call), str) for call in calls):
+        return message
+    found = []
+    for call in calls:
+        try:
+            value = parse_json(_arguments(call))
+        except (ValueError, TypeError):
+            value = None
+        if isinstance(value, dict) and "function" in call:
+            call = call | {"function": call["function"] | {"arguments": value}}
+        elif isinstance(value, dict):
+            call = call | {"arguments": value}
+        found.append(call)
+    return message | {"tool_calls": found}
 
 
 def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:

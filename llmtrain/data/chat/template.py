@@ -55,11 +55,18 @@ class ChatTemplate:
     def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
         self.text, self.special_tokens, self.source = text, dict(special_tokens), source
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._reads: dict[str, bool] = {}
 
     @property
     def marks_answers(self) -> bool:
         """True if `{% generation %}` encloses what the model writes."""
         return _GENERATION.search(self.text) is not None
+
+    def reads(self, name: str) -> bool:
+        """True if the template has this name of a variable or field."""
+        if name not in self._reads:
+            self._reads[name] = re.search(rf"\b{name}\b", self.text) is not None
+        return self._reads[name]
 
     def render(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from llmtrain.data.chat.conversation import ChatFault
-from llmtrain.data.chat.preferences import preference
+from llmtrain.data.chat.preferences import convert, preference
+from llmtrain.data.chat.samples import ChatSettings
+from llmtrain.data.chat.template import CHATML, ChatTemplate
 from llmtrain.data.loader.loaders import build_train_loader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.shards.checks import require_records
@@ -38,6 +41,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "prompt as text": {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
     "JSON text": {"prompt": json.dumps([ASKED]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
     "answers as text": {"prompt": [ASKED], "chosen": "So.", "rejected": "No."},
+    "turns beside whole conversations": {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
 }
 
 
@@ -50,6 +54,16 @@ def test_forms_of_one_pair_of_messages_are_the_same(name: str):
 def test_texts_without_a_prompt_share_their_beginning_up_to_a_space():
     found = preference({"chosen": "1 + 1 is 2", "rejected": "1 + 1 is three"}, "pairs")
     assert (found.prompt, found.answers) == ("1 + 1 is", [" 2", " three"])
+
+
+def test_a_system_text_is_the_first_turn():
+    found = preference({"system": "Be brief.", **RECORDS["messages"]}, "pairs")
+    assert found.prompt == [said("system", "Be brief."), ASKED]
+    settings = ChatSettings("pairs", (), ChatTemplate(CHATML, {}, "chatml"), "all", "none")
+    texts = {"system": "Be brief.", "prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    made, fault = convert(settings, texts)
+    assert fault is None and json.loads(made)["answers"][0][0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "which only a chat template writes" in (convert(replace(settings, plain=True), texts)[1] or "")
 
 
 def test_fields_and_tools_of_a_label():
@@ -79,6 +93,12 @@ def test_fields_and_tools_of_a_label():
         ({"prompt": "x", "completion": "y", "label": "good"}, "labels", "'label' is \"good\"; expected true"),
         ({"prompt": "x", "completion": "", "label": True}, "labels", "'completion' is empty"),
         ([1], "pairs", "expected an object, found list"),
+        (
+            {"question": "q", "chosen": "The a", "rejected": "The b"},
+            "pairs",
+            "has 'question' but no 'prompt'; give chat.f",
+        ),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, ASKED, BAD]}, "pairs", "the beginning of the other"),
     ],
 )
 def test_rejects_records_of_which_nothing_can_be_learned(record: Any, name: str, expected: str):

@@ -1,5 +1,6 @@
 """Tokens and masks of conversations beside transformers', for the kinds of published chat templates."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -210,3 +211,86 @@ def test_texts_in_parts_are_one_text():
 def test_chatml_marks_answers():
     text, answers = ChatTemplate(CHATML, {}, "chatml").render(TURNS)
     assert [text[slice(*one)] for one in answers] == [f"{turn['content']}<|im_end|>" for turn in TURNS[1::2]]
+
+
+ASKED, CHATML_TEMPLATE = [{"role": "user", "content": "Why?"}], ChatTemplate(CHATML, {}, "chatml")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "name, record",
+    [
+        ("messages", {"messages": [*ASKED, {"role": "assistant", "content": "So."}]}),
+        ("completion", {"prompt": "Why?", "completion": "So."}),
+        ("completion", {"prompt": ASKED, "completion": "So."}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}),
+        ("alpaca", {"instruction": "Why?", "output": "So."}),
+    ],
+)
+def test_a_system_text_beside_any_format_is_the_first_turn(name, record):
+    settings = ChatSettings(name, (), CHATML_TEMPLATE, "all", "none")
+    made, fault = settings.convert(record | {"system": "Be brief."})
+    assert fault is None and made.startswith('["<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nWhy?')
+
+
+def test_a_system_text_needs_a_template():
+    record = {"system": "Be brief.", "prompt": "Why?", "completion": " So."}
+    fault = ChatSettings("completion", (), None, "all", "none").convert(record)[1]
+    assert fault is not None and "has 'system', which only a chat template writes: name one with chat.template" in fault
+
+
+def test_earlier_questions_of_alpaca_are_earlier_turns():
+    record = {"instruction": "And then?", "output": "Rest.", "history": [["Why?", "So."]]}
+    found = conversation(record, "alpaca").messages
+    assert [turn["content"] for turn in found] == ["Why?", "So.", "And then?", "Rest."]
+    with pytest.raises(ChatFault, match="entry 1 of 'history' is no pair"):
+        conversation(record | {"history": ["Why?"]}, "alpaca")
+
+
+@pytest.mark.parametrize(
+    "record, lost",
+    [
+        ({"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, "turn 2 (assistant) has tool_calls"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}]}, "has reasoning_content"),
+        ({"tools": TOOLS, "messages": [*ASKED, {"role": "assistant", "content": "So."}]}, "has tools"),
+    ],
+    ids=["calls", "thoughts", "tools"],
+)  # fmt: skip
+def test_rejects_what_the_template_would_leave_out(record, lost):
+    fault = ChatSettings("messages", (), CHATML_TEMPLATE, "all", "none").convert(record)[1]
+    assert fault is not None and lost in fault and "chat template chatml does not write; name another" in fault
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [
+        ("c.function.arguments | tojson", '{"a": 1}'),  # an object, as transformers has them
+        ("'' + c.function.arguments", '{"a":1}'),  # text alone
+        ("c.function.arguments ~ ''", '{"a":1}'),  # an object would be written as Python has it
+        ("c.function.arguments.items() | list", "[('a', 1)]"),
+    ],
+)
+def test_arguments_of_calls_may_be_json_text(written, expected):
+    loops = "{% for m in messages %}{% for c in m.tool_calls %}<{{ VALUE }}>{% endfor %}{{ m.content }}{% endfor %}"
+    text = loops.replace("VALUE", written)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    messages = [*ASKED, {"role": "assistant", "content": "!", "tool_calls": [call]}]
+    made, fault = ChatSettings("messages", (), ChatTemplate(text, {}, "x"), "all", "none").convert(
+        {"messages": messages}
+    )
+    assert fault is None and json.loads(made)[0] == f"Why?<{expected}>!"
+
+
+@pytest.mark.parametrize(
+    "name, record, expected",
+    [
+        ("messages", {"messages": [{"role": ["user"], "content": "x"}]}, "turn 1 has no `role`"),
+        ("messages", {"messages": [{"role": "user"}, *ASKED]}, r"turn 1 \(user\) has no content"),
+        ("messages", {"functions": TOOLS, "messages": TURNS}, "'functions' is the earlier form of 'tools'"),
+        ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}, "'from of turn 1' is list, not text"),
+        ("sharegpt", {"conversations": [{"from": None, "value": "x"}]}, "'from of turn 1' is NoneType, not text"),
+    ],
+)
+def test_rejects_turns_that_are_none(name, record, expected):
+    with pytest.raises(ChatFault, match=expected):
+        conversation(record, name)
