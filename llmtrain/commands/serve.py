@@ -1,7 +1,6 @@
 """`llmtrain serve`: a model behind OpenAI's API."""
 
 import argparse
-import contextlib
 import os
 from pathlib import Path
 
@@ -63,52 +62,41 @@ def run_serve(args: argparse.Namespace) -> int:
     require(args, "max_len", "piece", least=1, most=10**8)
     require(args, "max_body", least=1, most=1 << 40)
     key = _key(args.key_file)
-    from llmtrain.data.chat.template import ChatError, find_template
+    from llmtrain.data.chat.template import find_template
     from llmtrain.generate.engine import Engine
     from llmtrain.logs import log
-    from llmtrain.serve.app import Limits, Server
-    from llmtrain.serve.run import serve
+    from llmtrain.serve.app import Limits
+    from llmtrain.serve.engine_process import answer, front
+    from llmtrain.serve.front import Setup
+    from llmtrain.serve.run import listen
 
-    model, tokenizer = load(args)
-    template, missing = None, ""
-    try:
-        template = find_template(tokenizer, args.chat_template)
-        with contextlib.suppress(ChatError):  # what it imports takes seconds, which the first request need not wait for
-            template.render([{"role": "user", "content": "."}])
-    except ChatError as error:
-        if args.chat_template:
-            raise
-        missing = f"the model has no chat template, which /v1/chat/completions needs ({error})"
-    max_len = args.max_len or min(model.config.max_seq_len, 4096)
-    try:
-        engine = Engine(
-            model,
-            rows=args.rows,
-            max_len=max_len,
-            piece=args.piece,
-            prefix_bytes=round(args.prefix_mib * 2**20),
-            key_bytes=None if args.keys_mib is None else round(args.keys_mib * 2**20),
-            deterministic=args.deterministic,
-        )
-        if model.device.type == "cuda":
-            log.info(f"compiling kernels and recording graphs for up to {args.rows} requests at a time")
-            engine.prepare()
-    except (RuntimeError, MemoryError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"no memory for --rows {args.rows} of --max-len {max_len}: {reason}; set less") from None
     if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning(f"--host {args.host} without a key: whoever reaches this port uses the model (--key-file)")
-    name = args.name or Path(args.model.rstrip("/")).name or args.model
-    server = Server(
-        engine,
-        tokenizer,
-        name,
-        template=template,
-        no_template=missing,
-        key=key,
-        limits=Limits(args.max_body, args.max_waiting, args.wait_seconds),
-    )
-    return serve(server, args.host, args.port, args.drain_seconds)
+    with front(listen(args.host, args.port)) as (process, connection):
+        model, tokenizer = load(args)
+        if args.chat_template:
+            find_template(tokenizer, args.chat_template)
+        max_len = args.max_len or min(model.config.max_seq_len, 4096)
+        try:
+            engine = Engine(
+                model,
+                rows=args.rows,
+                max_len=max_len,
+                piece=args.piece,
+                prefix_bytes=round(args.prefix_mib * 2**20),
+                key_bytes=None if args.keys_mib is None else round(args.keys_mib * 2**20),
+                deterministic=args.deterministic,
+            )
+            if model.device.type == "cuda":
+                log.info(f"compiling kernels and recording graphs for up to {args.rows} requests at a time")
+                engine.prepare()
+        except (RuntimeError, MemoryError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"no memory for --rows {args.rows} of --max-len {max_len}: {reason}; set less") from None
+        name = args.name or Path(args.model.rstrip("/")).name or args.model
+        limits = Limits(args.max_body, args.max_waiting, args.wait_seconds)
+        setup = Setup(tokenizer, name, args.chat_template, key, limits, args.drain_seconds)
+        return answer(engine, process, connection, setup)
 
 
 def _key(file: Path | None) -> str | None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from llmtrain.generate.decoding import prefill
 from llmtrain.generate.options import Sampling
 from llmtrain.generate.pages import PagedSlots
 from llmtrain.generate.prefixes import PrefixCache
+from llmtrain.generate.request import Request, Token, check
 from llmtrain.generate.sampling import Draws, on_device, sample
 from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
 from llmtrain.models.cache import Cache
@@ -34,52 +34,6 @@ PIECE, TOGETHER = {"cpu": 512, "cuda": 2048}, {"cpu": 512, "cuda": 8192}
 of launches, which take the host about 25 ms (1B, H100)."""
 PROMPTS_TOGETHER = 16
 """Short prompts in one pass: so many rows of memory are taken for it."""
-
-End = Literal["stop", "eod", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer. log_likelihood: under the model's own distribution, before temperature and penalties. top: the
-    likeliest tokens with theirs, as many as the request asked for. end: "eod" of a token that ends texts, "length" of the last
-    one that the request may have."""
-
-    id: int
-    log_likelihood: float
-    top: tuple[tuple[int, float], ...] = ()
-    end: Literal["eod", "length"] | None = None
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt to be answered.
-
-    ends: ids of the tokens that end the answer. top: number of likeliest tokens to report with each. take: called with each token
-    as it is drawn; True ends the answer there ("stop"). number: of the row in a larger request, which with the seed fixes its
-    draws. `cancelled` may be set from any thread. The answer is complete when `end` is set.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
-    ends: frozenset[int] = frozenset()
-    top: int = 0
-    take: Callable[[Token], bool] = lambda token: False
-    number: int = 0
-    tokens: list[Token] = field(default_factory=list)
-    end: End | None = None
-    cancelled: bool = False
-    error: Exception | None = None
-    """What `take` raised, which ended the answer as a cancellation does."""
-
-    @property
-    def tokens_at_most(self) -> int:
-        """Number of tokens of the prompt and the answer."""
-        return len(self.prompt) + self.max_new_tokens
-
-    @property
-    def ids(self) -> list[int]:
-        return [token.id for token in self.tokens]
 
 
 @dataclass(eq=False)
@@ -148,26 +102,9 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.live or self.waiting or self._reading)
 
-    def check(self, request: Request) -> None:
-        """Raises UserError for a request that this engine cannot answer."""
-        vocab_size = self.model.config.vocab_size
-        if not request.prompt:
-            raise UserError("a prompt has no tokens; give it at least the end-of-document token")
-        if request.max_new_tokens < 1:
-            raise UserError(f"{request.max_new_tokens} new tokens asked for; at least 1 is needed")
-        wrong = next((one for one in request.prompt if not 0 <= one < vocab_size), None)
-        if wrong is not None:
-            raise UserError(f"token {wrong} is outside the model's vocabulary of {vocab_size}")
-        total = request.tokens_at_most
-        if total > self.max_len:
-            raise UserError(
-                f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {total}; there is room for "
-                f"{self.max_len} together. Shorten the prompt or ask for fewer new tokens"
-            )
-
     def submit(self, request: Request) -> Request:
         """Add a request behind those that wait. Raises UserError for one that cannot be answered."""
-        self.check(request)
+        check(request, self.model.config.vocab_size, self.max_len)
         self.waiting.append(request)
         return request
 

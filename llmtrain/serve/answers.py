@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
-from llmtrain.generate.engine import Request, Token
-from llmtrain.generate.text import CONTEXT_TOKENS, TextStream
+from llmtrain.generate.request import Request, Token
+from llmtrain.generate.text_stream import CONTEXT_TOKENS, TextStream
 
 
 @dataclass(frozen=True)

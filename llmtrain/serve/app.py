@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import itertools
 import json
 import secrets
 import time
@@ -21,12 +20,12 @@ from llmtrain.data.chat.conversation import ChatFault, read_message
 from llmtrain.data.chat.template import ChatError, ChatPrompts, ChatTemplate
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.errors import RunError, UserError
-from llmtrain.generate.engine import Engine, Request
+from llmtrain.generate.request import Request, check
 from llmtrain.logs import log
+from llmtrain.serve.answering import MakeAnswering
 from llmtrain.serve.answers import Answer, ChatForm, CompletionForm, Form, Piece, merged, usage
-from llmtrain.serve.metrics import exposition
+from llmtrain.serve.metrics import Counts, exposition
 from llmtrain.serve.protocol import Body, ChatBody, CompletionBody, read_body
-from llmtrain.serve.worker import Counts, Worker
 
 OPENAI_MAX_TOKENS = 16
 """New tokens of a completion whose body names no number, as OpenAI's API has it."""
@@ -44,7 +43,7 @@ class RefusedError(UserError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a server. body: bytes of one. waiting: requests that may wait for a row. wait_seconds: until the first token."""
+    """Bounds of a server. body: bytes of one. waiting: requests beyond the engine's rows. wait_seconds: until the first token."""
 
     body: int = 4 << 20
     waiting: int = 256
@@ -60,7 +59,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: MakeAnswering,
         tokenizer: TextTokenizer,
         name: str,
         *,
@@ -72,8 +71,8 @@ class Server:
         self.tokenizer, self.name, self.no_template = tokenizer, name, no_template
         self.prompts = None if template is None else ChatPrompts(tokenizer, template)
         self.key, self.limits, self.counts, self.created = key, limits, Counts(), int(time.time())
-        self.worker = Worker(engine, self._failed, self._send)
-        self.answering = 0
+        self.worker = engine(self._failed, self._send)
+        self.answering = self.requests = 0  # bodies, and requests of theirs
         self.draining = False
         self._put: dict[Request, Callable[[], None]] = {}  # what ends an answer with an error
         self._made: list[tuple[asyncio.Queue[Piece], Piece]] = []  # in the engine's thread, in its present step
@@ -141,17 +140,18 @@ class Server:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.worker.failure is not None:
-            return self._refusal(503, f"the engine failed: {type(self.worker.failure).__name__}")
+            return self._refusal(503, f"the engine failed: {self.worker.failure}")
         return self._refusal(503, "the server is ending") if self.draining else web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
-            text=exposition(self.worker, self.counts), headers={"Content-Type": "text/plain; version=0.0.4"}
+            text=exposition(self.worker.state, self.worker.sizes.rows, self.counts),
+            headers={"Content-Type": "text/plain; version=0.0.4"},
         )
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "llmtrain"}
-        model["max_model_len"] = self.worker.engine.max_len
+        model["max_model_len"] = self.worker.sizes.max_len
         return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -170,7 +170,7 @@ class Server:
         body: ChatBody = self._admit(read_body(ChatBody, await _content(request)))
         prompts, text = self._render(body)  # in this thread, which alone a limit of time can stop
         prompt = await self.loop.run_in_executor(None, prompts.ids, text)
-        room = self.worker.engine.max_len
+        room = self.worker.sizes.max_len
         new = body.max_completion_tokens or body.max_tokens or room - len(prompt)
         if new < 1:
             raise UserError(f"the conversation has {len(prompt)} tokens; there is room for {room} with the answer")
@@ -203,13 +203,13 @@ class Server:
         began = time.perf_counter()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         requests = self._requests(body, prompts, new, pieces)
-        engine, waiting = self.worker.engine, self.worker.waiting
-        if len(requests) > self.limits.waiting + engine.rows:
-            raise UserError(f"{len(requests)} answers asked for; at most {self.limits.waiting + engine.rows} can wait")
-        like_these = itertools.cycle(request.tokens_at_most for request in requests)
-        if waiting + len(requests) > self.limits.waiting + engine.slots.room(like_these):
-            raise RefusedError(429, f"{waiting} requests are waiting; try again later")
+        rows = self.worker.sizes.rows
+        if len(requests) > self.limits.waiting + rows:
+            raise UserError(f"{len(requests)} answers asked for; at most {self.limits.waiting + rows} can wait")
+        if self.requests + len(requests) > self.limits.waiting + rows:
+            raise RefusedError(429, f"{max(self.requests - rows, 0)} requests are waiting; try again later")
         self.answering += 1
+        self.requests += len(requests)
         ends = ["cancelled"] * len(
             requests
         )  # not the requests' own, which the engine sets later than it hands out the last token
@@ -224,8 +224,9 @@ class Server:
             return await self._whole(form, head, requests, first, arriving)
         finally:
             self.answering -= 1
+            self.requests -= len(requests)
             for request, end in zip(requests, ends, strict=True):
-                request.cancelled = True
+                self.worker.cancel(request)
                 self._put.pop(request, None)
                 self.counts.ended[end] += 1
             self.counts.whole.add(time.perf_counter() - began)
@@ -234,7 +235,7 @@ class Server:
         self, body: Body, prompts: Sequence[list[int]], new: int, pieces: asyncio.Queue[Piece]
     ) -> list[Request]:
         """Requests of a body, those of one prompt one behind the other. Raises UserError before any is submitted."""
-        seed = secrets.randbelow(2**40)  # where the body has none
+        seed, sizes = secrets.randbelow(2**40), self.worker.sizes  # the seed where the body has none
         ends = frozenset() if body.ignore_eos else frozenset(self.tokenizer.end_ids)
         found = []
 
@@ -246,7 +247,7 @@ class Server:
                 answer = Answer(len(found), self.tokenizer, prompt, body.stops, put)
                 sampling = body.sampling(seed)
                 request = Request(prompt, new, sampling, ends, body.top or 0, answer.take, number)
-                self.worker.engine.check(request)
+                check(request, sizes.vocab_size, sizes.max_len)
                 found.append(request)
         for choice, request in enumerate(found):
             self._put[request] = partial(put, Piece(choice, "", end="error"))

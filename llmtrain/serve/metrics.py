@@ -1,25 +1,51 @@
 """/metrics in Prometheus' text format (exposition format 0.0.4)."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from llmtrain.serve.worker import BUCKETS, Counts, Histogram, Worker
+from llmtrain.serve.answering import EngineState
+
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Upper bounds of the histograms in seconds."""
 
 
-def exposition(worker: Worker, counts: Counts) -> str:
-    """All metrics of a server as text."""
-    engine, prefixes = worker.engine, worker.engine.prefixes
+class Histogram:
+    """Numbers of values by size, as Prometheus counts them."""
+
+    def __init__(self) -> None:
+        self.counts, self.total, self.count = [0] * len(BUCKETS), 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        for at, bound in enumerate(BUCKETS):
+            self.counts[at] += value <= bound
+
+
+@dataclass
+class Counts:
+    """Numbers for /metrics. ended: requests by the reason of their end."""
+
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
+    refused: int = 0
+    first_token: Histogram = field(default_factory=Histogram)
+    whole: Histogram = field(default_factory=Histogram)
+
+
+def exposition(state: EngineState, rows: int, counts: Counts) -> str:
+    """All metrics of a server as text. rows: requests that are answered at a time."""
     lines = [
-        *_metric("requests_running", "gauge", "Requests that are being answered.", [("", len(engine.active()))]),
-        *_metric("requests_waiting", "gauge", "Requests that wait for a row.", [("", worker.waiting)]),
-        *_metric("rows", "gauge", "Requests that can be answered at a time.", [("", engine.rows)]),
-        *_metric("cache_bytes", "gauge", "Memory of keys, values and states.", [("", engine.nbytes)]),
-        *_metric("prompt_tokens_total", "counter", "Prompt tokens read.", [("", engine.prompt_tokens_read)]),
-        *_metric("generation_tokens_total", "counter", "Tokens drawn.", [("", engine.tokens_drawn)]),
+        *_metric("requests_running", "gauge", "Requests that are being answered.", [("", state.running)]),
+        *_metric("requests_waiting", "gauge", "Requests that wait for a row.", [("", state.waiting)]),
+        *_metric("rows", "gauge", "Requests that can be answered at a time.", [("", rows)]),
+        *_metric("cache_bytes", "gauge", "Memory of keys, values and states.", [("", state.cache_bytes)]),
+        *_metric("prompt_tokens_total", "counter", "Prompt tokens read.", [("", state.prompt_tokens)]),
+        *_metric("generation_tokens_total", "counter", "Tokens drawn.", [("", state.tokens)]),
         *_metric(
             "prefix_tokens_total",
             "counter",
             "Prompt tokens that were read before.",
-            [("", prefixes.reused_tokens if prefixes else 0)],
+            [("", state.prefix_tokens)],
         ),
         *_metric(
             "requests_total",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -12,13 +13,25 @@ from llmtrain.errors import INTERRUPTED, UserError
 from llmtrain.logs import log
 from llmtrain.serve.app import Server
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BACKLOG = 1024
+"""Connections that the system accepts before this process does."""
 
-def serve(server: Server, host: str, port: int, drain_seconds: float) -> int:
-    """Listen until a signal. The first lets answers end, for up to drain_seconds; a second ends them. Returns the exit status.
 
-    port: 0 takes a free one. Raises UserError for an address that cannot be listened on.
-    """
-    return asyncio.run(_serve(server, host, port, drain_seconds))
+def listen(host: str, port: int) -> socket.socket:
+    """A socket of this address, whose connections wait until the server is there. port: 0 takes a free one. Raises UserError for an
+    address that cannot be listened on."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error}") from None
+
+
+def serve(server: Server, listening: socket.socket, drain_seconds: float) -> int:
+    """Answer until a signal, of which SIGNALS may be blocked before. The first lets answers end, for up to drain_seconds; a second
+    ends them. Returns the exit status."""
+    return asyncio.run(_serve(server, listening, drain_seconds))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
@@ -26,27 +39,23 @@ def _is_of_the_server(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-async def _serve(server: Server, host: str, port: int, drain_seconds: float) -> int:
+async def _serve(server: Server, listening: socket.socket, drain_seconds: float) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     logging.getLogger("aiohttp.server").addFilter(_is_of_the_server)
     # A client that goes away cancels its handler, and so its request.
     runner = web.AppRunner(
         server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
     )
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    try:
-        await site.start()
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        raise UserError(f"cannot listen on {host}:{port}: {error}") from None
+    await web.SockSite(runner, listening).start()
     server.start()
     try:
         at = ", ".join(f"{name}:{found}" for name, found, *_ in runner.addresses)
-        log.info(f"{server.name} at http://{at}/v1; {server.worker.engine.rows} requests at a time")
+        log.info(f"{server.name} at http://{at}/v1; {server.worker.sizes.rows} requests at a time")
         first = await signals.get()
         log.info(f"{signal.Signals(first).name}: ending; {server.answering} bodies are being answered")
         ending = asyncio.create_task(server.drain())

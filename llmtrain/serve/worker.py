@@ -1,69 +1,48 @@
-"""The thread in which an engine answers a server's requests."""
+"""The thread in which an engine answers requests."""
 
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from llmtrain.errors import RunError
-from llmtrain.generate.engine import Engine, Request
+from llmtrain.generate.engine import Engine
+from llmtrain.generate.request import Request
 from llmtrain.logs import log
-
-BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Upper bounds of the histograms in seconds."""
-
-
-class Histogram:
-    """Numbers of values by size, as Prometheus counts them."""
-
-    def __init__(self) -> None:
-        self.counts, self.total, self.count = [0] * len(BUCKETS), 0.0, 0
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-        for at, bound in enumerate(BUCKETS):
-            self.counts[at] += value <= bound
-
-
-@dataclass
-class Counts:
-    """Numbers for /metrics. ended: requests by the reason of their end."""
-
-    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
-    refused: int = 0
-    first_token: Histogram = field(default_factory=Histogram)
-    whole: Histogram = field(default_factory=Histogram)
+from llmtrain.serve.answering import EngineState, Sizes
 
 
 class Worker(threading.Thread):
-    """Runs the engine's steps until `stop`. A step that fails ends all requests, and the engine: `failure` is why.
-
-    failed: called in this thread for each request that ends so. stepped: called there after each step, and at the end.
-    """
+    """Runs the engine's steps until `stop` (Answering). A step that fails ends all requests, and the engine."""
 
     def __init__(self, engine: Engine, failed: Callable[[Request], None], stepped: Callable[[], None]):
         super().__init__(name="engine", daemon=True)
         self.engine, self.failed, self.stepped = engine, failed, stepped
-        self.failure: Exception | None = None
+        self.failure: str | None = None
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._stopping = self._closed = False
         self._lock = threading.Lock()
 
     def submit(self, request: Request) -> None:
-        """Add a request that `Engine.check` has passed. From any thread. Raises RunError where the engine has ended."""
         with self._lock:
             if self._closed:
                 raise RunError("the engine has ended")
             self._inbox.put(request)
 
+    def cancel(self, request: Request) -> None:
+        request.cancelled = True
+
     @property
-    def waiting(self) -> int:
-        """Requests that are not being answered yet."""
-        return self._inbox.qsize() + len(self.engine.waiting)
+    def sizes(self) -> Sizes:
+        return Sizes(self.engine.rows, self.engine.max_len, self.engine.model.config.vocab_size)
+
+    @property
+    def state(self) -> EngineState:
+        engine, prefixes = self.engine, self.engine.prefixes
+        waiting, reused = self._inbox.qsize() + len(engine.waiting), prefixes.reused_tokens if prefixes else 0
+        read, drawn = engine.prompt_tokens_read, engine.tokens_drawn
+        return EngineState(len(engine.active()), waiting, engine.nbytes, read, drawn, reused)
 
     def stop(self) -> None:
-        """End the thread; what is being answered is cancelled."""
         self._stopping = True
         self._inbox.put(None)
         self.join()
@@ -77,7 +56,7 @@ class Worker(threading.Thread):
                 self.engine.step()
                 self.stepped()
             except Exception as error:
-                self.failure = error
+                self.failure = type(error).__name__
                 log.exception("the engine failed; this server answers no further requests")
                 break
         self._end()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmtrain.generate.engine import Engine
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.serve.app import Server
+from llmtrain.serve.worker import Worker
 from tests.support.models import build
 
 
@@ -50,7 +52,7 @@ def make_server(model: CausalLM, own: TextTokenizer, **options: Any) -> Server:
     settings: dict[str, Any] = {"rows": 2, "max_len": 64, "piece": 16, "prefix_bytes": 1 << 20}
     engine = Engine(model, **settings | options.pop("engine", {}))
     template = options.pop("template", ChatTemplate(CHATML, {}, "chatml"))
-    return Server(engine, own, "tiny", template=template, **options)
+    return Server(partial(Worker, engine), own, "tiny", template=template, **options)
 
 
 def talk(server: Server, use: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:

@@ -63,6 +63,10 @@ class TextTokenizer:
     begins: tuple[int, ...] | None = None
     """Tokens with which texts began in training; None: those that the post-processor of tokenizer.json puts before a text."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.backend.encode_special_tokens = True  # which is not among what is pickled of it
+
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""

@@ -7,7 +7,7 @@ from llmtrain.data.tokenize.tokenizer import TextTokenizer
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import GenerateUntilRequest
 from llmtrain.eval.scoring.batching import batch_sorted
-from llmtrain.generate.text import CONTEXT_TOKENS, TextStream
+from llmtrain.generate.text_stream import CONTEXT_TOKENS, TextStream
 
 Requests = Sequence[GenerateUntilRequest]
 Contexts = Sequence[Sequence[int]]

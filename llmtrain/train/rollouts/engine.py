@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Collection, Sequence
 
-from llmtrain.generate.engine import Engine, Request
+from llmtrain.generate.engine import Engine
 from llmtrain.generate.options import Sampling
+from llmtrain.generate.request import Request
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.objectives.policy.sections import PolicySection
 from llmtrain.schema.config import Config

@@ -7,7 +7,7 @@ import pytest
 
 from llmtrain.data.tokenize.tokenizer import TextTokenizer, train_bpe
 from llmtrain.generate import text
-from llmtrain.generate.text import TextStream, _overlap
+from llmtrain.generate.text_stream import TextStream, _overlap
 from tests.support.icl import byte_level, sentence_piece
 
 

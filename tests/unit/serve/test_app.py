@@ -300,7 +300,7 @@ def test_too_many_requests_are_refused_and_waiting_has_an_end():
         while not server.worker.engine.live:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(post(client, "completions", {"prompt": "a"}))
-        while not server.worker.waiting:
+        while not server.worker.state.waiting:
             await asyncio.sleep(0.01)
         refused = await post(client, "completions", {"prompt": "b"})
         never = await post(client, "completions", {"prompt": "b", "n": 3})
