@@ -23,6 +23,7 @@ from llmtrain.generate.decoding import prefill
 from llmtrain.generate.options import Sampling
 from llmtrain.generate.pages import PagedSlots
 from llmtrain.generate.prefixes import PrefixCache
+from llmtrain.generate.prompt_passes import TOKENS, PromptPasses
 from llmtrain.generate.request import Request, Token, check
 from llmtrain.generate.sampling import Draws, on_device, sample
 from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
@@ -83,6 +84,8 @@ class Engine:
             )
         else:
             self.slots = PagedSlots(model, rows, max_len, key_bytes)
+        self.passes: PromptPasses | None = None
+        """Of prompts shorter than a piece, once there are some (`prepare`)."""
         self.prefixes = PrefixCache(prefix_bytes, self.piece) if prefix_bytes else None
         self.waiting: deque[Request] = deque()
         self.live: list[_Active] = []
@@ -96,7 +99,8 @@ class Engine:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states, those of prefixes included."""
-        return self.slots.nbytes + (self.prefixes.nbytes if self.prefixes else 0)
+        passes = self.passes.cache.nbytes if self.passes else 0
+        return self.slots.nbytes + passes + (self.prefixes.nbytes if self.prefixes else 0)
 
     @property
     def busy(self) -> bool:
@@ -156,6 +160,12 @@ class Engine:
             sizes = [max(length - padded * at, 1) for at in range(count)]
             prompts = ([at % self.model.config.vocab_size] * size for at, size in enumerate(sizes))
             self.run(Request(prompt, 1, Sampling(temperature=0)) for prompt in prompts)
+        if not self.deterministic:
+            passes = PromptPasses(self.model, min(self.piece, self.max_len))
+            if passes.passes:
+                # Smaller passes, for which who is being answered waits less, take no longer once they are recorded.
+                self.passes, self.together = passes, min(self.together, TOKENS)
+                self.prompt_tokens = min(self.prompt_tokens, TOKENS)
         self.weights_changed()
         self.prompt_tokens_read = self.tokens_drawn = 0
 
@@ -233,9 +243,13 @@ class Engine:
             if len(rows) == PROMPTS_TOGETHER:
                 break
         self._held = None
-        cache = self.slots.reader() if len(rows) == 1 else self.model.empty_cache(len(rows), longest)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self._held = rows, prefill(self.model, cache, list(rows)), cache
+        recorded = self.passes and self.passes.find(len(rows), longest)
+        if recorded:
+            self._held = rows, recorded(list(rows)), recorded.cache
+        else:
+            cache = self.slots.reader() if len(rows) == 1 else self.model.empty_cache(len(rows), longest)
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self._held = rows, prefill(self.model, cache, list(rows)), cache
         self.prompt_tokens_read += sum(map(len, rows))
         self._begin_held()
         return longest * len(rows)

@@ -23,7 +23,9 @@ def front(listening: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], C
         numbers = [theirs.fileno(), listening.fileno()]
         # A session of its own: Ctrl-C reaches this process alone, which hands it on.
         process = subprocess.Popen(
-            [sys.executable, "-m", "llmtrain.serve.front", *map(str, numbers)], pass_fds=numbers, start_new_session=True
+            [sys.executable, "-P", "-m", "llmtrain.serve.front", *map(str, numbers)],
+            pass_fds=numbers,
+            start_new_session=True,
         )
     connection = Connection(ours.detach())
     try:

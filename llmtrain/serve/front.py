@@ -1,5 +1,5 @@
-"""The process of a server that speaks HTTP: `python -m llmtrain.serve.front CONNECTION SOCKET`, numbers of what it inherits from the
-engine's (engine_process.py). It imports no torch, and ends with that process."""
+"""The process of a server that speaks HTTP: `python -m llmtrain.serve.front CONNECTION SOCKET`, numbers of what it inherits from
+the engine's (engine_process.py). It imports no torch, and ends with that process."""
 
 import contextlib
 import os

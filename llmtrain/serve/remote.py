@@ -4,6 +4,7 @@ So the engine's thread does not wait for Python's lock while answers are written
 times a step.
 """
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -60,10 +61,8 @@ class RemoteEngine(threading.Thread):
         self.join()
 
     def _send(self, message: object) -> None:
-        try:
+        with contextlib.suppress(OSError):  # `run` notices too, and ends the requests
             self.connection.send(message)
-        except OSError:  # `run` notices too, and ends the requests
-            pass
 
     def run(self) -> None:
         while True:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.generate import pages, slots
+from llmtrain.generate import pages, prompt_passes, slots
 from llmtrain.generate.decoding import decode
 from llmtrain.generate.engine import Engine, Request
 from llmtrain.generate.sampling import Sampling
@@ -150,9 +150,10 @@ def test_keys_in_pages_give_what_each_gets_alone(model, monkeypatch):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_prepared_engine_makes_no_further_steps_and_answers_the_same(model, deterministic, monkeypatch):
-    """Those of a GPU: for each power of two rows, the second call captures a graph."""
+    """Those of a GPU: for each power of two rows, the second call captures a graph; prompts are padded to one of three lengths."""
+    monkeypatch.setattr(prompt_passes, "LENGTHS", (4, 20, 99))
     expected = [alone(model, request) for request in made(8, seed=4, ends=frozenset())]
-    engine = Engine(model, max_len=MAX_LEN, piece=16, rows=6, deterministic=deterministic, prefix_bytes=50_000)
+    engine = Engine(model, max_len=MAX_LEN, piece=48, rows=6, deterministic=deterministic, prefix_bytes=50_000)
     steps: dict[int, Any] = {}
     if isinstance(engine.slots, slots.SharedSlots):
         engine.slots.padded, steps = True, engine.slots.steps
@@ -164,8 +165,20 @@ def test_a_prepared_engine_makes_no_further_steps_and_answers_the_same(model, de
         0,
     )
     monkeypatch.setattr(slots, "DecodeStep", None)
+    read: list[tuple[int, int]] = []
+    call = prompt_passes.PromptPass.__call__
+    monkeypatch.setattr(
+        prompt_passes.PromptPass,
+        "__call__",
+        lambda self, prompts: (read.append((len(prompts), self.length)), call(self, prompts))[1],
+    )
     requests = made(8, seed=4, ends=frozenset())
-    engine.run(requests)
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert deterministic or {length for _, length in read} == {4, 20, 48}, read
     assert [request.ids for request in requests] == expected
     assert deterministic or sum(one.calls for one in steps.values()) > 8
     assert engine.tokens_drawn == sum(map(len, expected))

@@ -60,14 +60,18 @@ class Span:
 
     def to_front(self, x: Tensor) -> Tensor:
         """Each row's padding moved behind its tokens, where causal attention does not see it. x: [batch, T, ...]."""
-        return self._rolled(x, self.slots + self.first[:, None])
+        return self._rolled(x, 1)
 
     def to_back(self, x: Tensor) -> Tensor:
         """The inverse of to_front."""
-        return self._rolled(x, self.slots - self.first[:, None])
+        return self._rolled(x, -1)
 
-    def _rolled(self, x: Tensor, source: Tensor) -> Tensor:
+    def _rolled(self, x: Tensor, sign: int) -> Tensor:
         if not self.padded:
             return x
-        rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        return x[rows, source % x.shape[1]]
+
+        def source() -> tuple[Tensor, Tensor]:
+            rows = torch.arange(x.shape[0], device=x.device)[:, None]
+            return rows, (self.slots + sign * self.first[:, None]) % x.shape[1]
+
+        return x[self.memoize(("rolled", sign), source)]
