@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers. Imports no torch."""
+"""Requests of an engine, and the tokens that it answers with. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

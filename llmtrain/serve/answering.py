@@ -1,4 +1,4 @@
-"""What the web application asks of an engine, in this process or another. Imports no torch."""
+"""The engine as the web application sees it, in this process or another. Imports no torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

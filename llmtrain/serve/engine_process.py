@@ -92,7 +92,7 @@ class EnginePipe:
             self.worker.submit(request)
 
     def _send(self) -> None:
-        """In the engine's thread."""
+        """Send what the step has made. Called in the engine's thread."""
         drawn, self.drawn = self.drawn, []
         with contextlib.suppress(OSError):  # `run` notices that the front has gone
             self.connection.send((drawn, self.worker.state, self.worker.failure))

@@ -108,7 +108,7 @@ exit_with(lambda: print("caf\u00e9", "\udcff.txt"))
 def test_processes_of_ours_import_this_package_and_nothing_from_the_working_folder(monkeypatch):
     package = Path(llmtrain.__file__).parent
     begun = "".join(path.read_text() for path in package.rglob("*.py"))
-    assert begun.count('sys.executable, "-P", "-m"') == 7 and 'sys.executable, "-m"' not in begun
+    assert begun.count('sys.executable, "-P", "-m"') == 8 and 'sys.executable, "-m"' not in begun
     monkeypatch.setattr(sys, "argv", ["llmtrain", "--version"])
     monkeypatch.setenv("PYTHONPATH", "theirs")
     with pytest.raises(SystemExit):
