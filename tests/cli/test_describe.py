@@ -90,18 +90,13 @@ def test_mpt_costs_what_llm_foundrys_formula_states(capsys):
     assert found["training_foundry"] == 6 * PUBLISHED["mpt-1b"] + 12 * 24 * 2048 * 2048
 
 
-def test_a_shared_block_is_stored_once_and_active_once_per_use(capsys):
-    found = facts(capsys, str(PRETRAIN / "zamba2-1.2b.yaml"))
+@pytest.mark.parametrize(("name", "copies", "uses"), [("zamba2-1.2b", 1, 6), ("zamba2-2.7b", 2, 9)])
+def test_shared_blocks_are_stored_once_and_active_once_per_use(capsys, name, copies, uses):
+    found = facts(capsys, str(PRETRAIN / f"{name}.yaml"))
     (shared,) = [part for part in found["components"] if part["name"] == "s: shared block"]
-    assert (shared["copies"], shared["uses"]) == (1, 6)
-    assert found["active_parameters"] - found["total_parameters"] == 5 * shared["parameters"]
-
-
-def test_two_alternating_shared_blocks_are_each_active_in_their_turn(capsys):
-    found = facts(capsys, str(PRETRAIN / "zamba2-2.7b.yaml"))
-    (shared,) = [part for part in found["components"] if part["name"] == "s: shared block"]
-    assert (shared["copies"], shared["uses"]) == (2, 9)
-    assert found["active_parameters"] - found["total_parameters"] == 7 * shared["parameters"] // 2
+    assert (shared["copies"], shared["uses"]) == (copies, uses)
+    more = (uses - copies) * shared["parameters"] // copies
+    assert found["active_parameters"] - found["total_parameters"] == more
 
 
 def test_expected_speed_and_length_of_the_run(capsys):

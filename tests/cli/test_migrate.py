@@ -86,12 +86,3 @@ def test_a_file_with_faults_names_their_lines(run):
     Path("foundry.yaml").write_text(FULL.replace("d_model: 96", "d_model: wide"))
     status, out, errors = run("migrate", "foundry.yaml")
     assert (status, out) == (2, "") and "model.d_model  line 10  'wide': expected an integer" in errors
-
-
-def test_references_that_multiply_are_refused_at_once(run):
-    lines = "".join(
-        f"i{i}: ['${{i{i - 1}}}', '${{i{i - 1}}}', '${{i{i - 1}}}', '${{i{i - 1}}}']\n" for i in range(1, 12)
-    )
-    Path("foundry.yaml").write_text(FULL + "i0: x\n" + lines)
-    status, out, said = run("migrate", "foundry.yaml")
-    assert (status, out) == (2, "") and "the interpolations make more than 10000 values" in said

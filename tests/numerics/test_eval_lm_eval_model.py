@@ -150,7 +150,6 @@ def test_transformers_draws_the_same(ours, exported):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_gen_toks": 8, "num_beams": 4, "early_stopping": True}, "num_beams: 4; beam search is not supported"),
         ({"max_gen_toks": 8, "do_sample": True}, "do_sample: answers cannot be drawn at temperature 0"),
         ({"max_gen_toks": WINDOW}, f"max_gen_toks is {WINDOW}; the model's window of {WINDOW} tokens"),
     ],

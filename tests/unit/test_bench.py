@@ -23,7 +23,6 @@ from llmtrain.bench.tune import command
 from llmtrain.bench.tune import search as searching
 from llmtrain.bench.tune.compiling import Compiled, Compilers, Task
 from llmtrain.bench.tune.measuring import Measured, Measurer
-from llmtrain.commands.bench import add_bench
 from llmtrain.errors import UserError
 from llmtrain.kernels import tuning
 from llmtrain.kernels.attention.triton_launch import Launch
@@ -32,8 +31,7 @@ from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.row_tiles import Tile
 from llmtrain.kernels.search import Attempt, Winner
 from llmtrain.kernels.ssd.spec import SSDSpec
-
-H200 = Platform("nvidia", "sm90", "NVIDIA H200", 141 << 30, 132)
+from tests.unit.test_bench_config import H200, arguments
 
 
 @contextlib.contextmanager
@@ -95,9 +93,7 @@ def test_the_whole_command_from_its_arguments_to_the_row(tmp_path, monkeypatch, 
     monkeypatch.delenv("LLMTRAIN_TUNING", raising=False)
     monkeypatch.setattr(command.platform, "detect", lambda: H200)
     monkeypatch.setattr(command, "Measurer", lambda operation, case: Measurer(operation, case, "cpu"))
-    parser = argparse.ArgumentParser()
-    add_bench(parser.add_subparsers())
-    args = parser.parse_args(["bench", "tune", "--operation", "tests.support.toy_problem", "--workers", "1"])
+    args = arguments("--operation", "tests.support.toy_problem", "--workers", "1")
     assert args.func(args) == 0
     out = capsys.readouterr().out
     assert "5 dropped, such as: wrong by 5.0e-01" in out
@@ -114,20 +110,11 @@ def test_rows_do_not_go_into_the_table_of_another_architecture():
         command.write(argparse.Namespace(into_package=True, out=None), l40s, [])
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (["--out", str(tuning.FOLDER / "gfx942.yaml")], "holds rows for gfx942, where rows for sm90 are needed"),
-        (["--out", str(tuning.FOLDER)], "is a folder, where rows need a file"),
-    ],
-)
-def test_rejects_a_file_that_cannot_hold_the_rows_before_the_search(monkeypatch, words, told):
+def test_rejects_a_file_that_cannot_hold_the_rows_before_the_search(monkeypatch):
     monkeypatch.setattr(command.platform, "detect", lambda: H200)
     monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
-    parser = argparse.ArgumentParser()
-    add_bench(parser.add_subparsers())
-    args = parser.parse_args(["bench", "tune", "--operation", "norm", *words])
-    with pytest.raises(UserError, match=told):
+    args = arguments("--operation", "norm", "--out", str(tuning.FOLDER / "gfx942.yaml"))
+    with pytest.raises(UserError, match="holds rows for gfx942, where rows for sm90 are needed"):
         args.func(args)
 
 
@@ -135,10 +122,7 @@ def test_a_shape_without_a_row_that_fits_the_gpu_is_no_reason_to_run_the_same_co
     mi300x = Platform("amd", "gfx942", "MI300X", 192 << 30, 304)
     monkeypatch.setattr(command.platform, "detect", lambda: mi300x)
     monkeypatch.setattr(command, "tuned", lambda *_: pytest.fail("the search began"))
-    parser = argparse.ArgumentParser()
-    add_bench(parser.add_subparsers())
-    given = ["--operation", "ssd", "--shape", "d_state=256", "--dtype", "float32", "--dry-run"]
-    args = parser.parse_args(["bench", "tune", *given])
+    args = arguments("--operation", "ssd", "--shape", "d_state=256", "--dtype", "float32", "--dry-run")
     with pytest.raises(
         UserError, match="d_state=256: larger than what our kernels serve on gfx942 in float32"
     ) as caught:
