@@ -57,7 +57,8 @@ def in_process(program: str, *arguments: str) -> dict[str, Any]:
 class Training:
     """A model as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of `llmtrain train`.
 
-    Every rank makes one and calls its methods, in the same order.
+    Every rank makes one and calls its methods, in the same order. graphs: by which `accumulate` launches microbatches from the step
+    after the first on, as train.cuda_graphs says; None without.
     """
 
     def __init__(self, config: Config):
@@ -68,6 +69,7 @@ class Training:
         from llmtrain.objectives.next_token import NextToken
         from llmtrain.plan.parameters import parameter_sizes
         from llmtrain.train.build import resolved_config
+        from llmtrain.train.graphs.cuda_graphs import graphed_loss
         from llmtrain.train.optim import build_optimizer
         from llmtrain.train.parallel import parallelize
         from llmtrain.train.pipeline.schedule import PipelineStep
@@ -88,7 +90,8 @@ class Training:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.divided = shared_gradients(self.causal_lm)
         sync, size = GradientSync(self.causal_lm, train.sharding), train.least_microbatch
-        self.passes = step(self.causal_lm, NextToken(), size, sync, gloo_group(), self.segments, None, copies)
+        self.graphs = graphed_loss(self.config, self.causal_lm, NextToken(), self.world)
+        self.passes = step(self.causal_lm, NextToken(), size, sync, gloo_group(), self.segments, self.graphs, copies)
         self.most = train.clip_grad_norm or math.inf
 
     def own(self, ids: Any, labels: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     python -m benchmarks parallel --scan --nproc 2 [--out FILE.json]
 
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
-`llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
+`llmtrain train`, without trainer and loader; without CUDA graphs, but for steps of several microbatches. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
 kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
 them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, what happens once a batch,
 and the bubble: the share of the batch's other time in which a rank, on average, runs no pass, beside what plan/scaling.py predicts.
@@ -215,6 +215,11 @@ def steps_of(
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    graphs = made.graphs if microbatches is not None else None
+    if graphs is not None:
+        while graphs.graph is None and graphs.microbatches:  # they are made in the step after the first
+            made.accumulate(ids)
+            made.update()
     seconds, passes, losses, norms = [], [], [], []
     for step in range(warmup + count):
         began = clock()
@@ -242,6 +247,7 @@ def steps_of(
             "layers_of_stages": [stage.spans for stage in sizes.stages],
             "shares_of_stages": [stage.share for stage in sizes.stages],
             "sharding": config.train.sharding.model_dump(mode="json"),
+            "graphs": graphs is not None and graphs.graph is not None,
         }
     )
     if of_stages and sizes.stages:
