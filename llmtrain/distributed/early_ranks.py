@@ -12,7 +12,7 @@ import subprocess
 from typing import IO, Any
 
 from llmtrain.distributed.processes import LAUNCHER, saving_signals
-from llmtrain.distributed.world import LISTENER
+from llmtrain.distributed.world import ENDED, LISTENER
 
 _WAITS = "LLMTRAIN_WAITS"
 """Environment variable of such a rank: the descriptor of its socket."""
@@ -65,7 +65,7 @@ class EarlyRanks:
 
     def admit(self, environment: dict[str, str], log: IO | None, descriptors: tuple[int, ...]) -> subprocess.Popen:
         """Let the next rank begin, with all of this environment, its output in this file, and these descriptors open. Their numbers
-        are others there, also in LISTENER's value."""
+        are others there, also in the values of LISTENER and ENDED."""
         process, ours = self.waiting.pop(0)
         changed = {name: value for name, value in environment.items() if self.environment.get(name) != value}
         # Of a rank that has ended the pipe is broken, which the launcher will see.
@@ -90,8 +90,9 @@ def await_admission() -> None:
     changed, descriptors = json.loads(content)
     os.environ.update(changed)
     here = dict(zip(map(str, descriptors), map(str, handles), strict=False))
-    if (listener := changed[LISTENER]) in here:  # rank 0 alone has it
-        os.environ[LISTENER] = here[listener]
+    for name in (LISTENER, ENDED):
+        if changed.get(name) in here:  # rank 0 alone has the socket
+            os.environ[name] = here[changed[name]]
     for log in handles[len(descriptors) :]:
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -15,12 +15,14 @@ from typing import IO
 from llmtrain.distributed.early_ranks import EarlyRanks, core_share
 from llmtrain.distributed.processes import LAUNCHER, SAME_SIGNAL_SECONDS, saving_signals
 from llmtrain.distributed.run_lock import RunLock
-from llmtrain.distributed.world import LISTENER, rank_environment
+from llmtrain.distributed.world import ENDED, LISTENER, rank_environment
 from llmtrain.errors import first_few, signal_name
 from llmtrain.logs import log
 
 _EXIT_SECONDS = 10.0
 """Time for the ranks to end once they have saved."""
+_ALONE_SECONDS = 30.0
+"""Time for which ranks may go on without one that ended with status 0, and was not done."""
 
 
 def launch(
@@ -35,7 +37,8 @@ def launch(
     """Run `command` as `processes` ranks. Returns 0 if all succeed, else the first failing rank's status.
 
     Rank 0 keeps the terminal; the others write to RUN/logs/rankN.txt. A rank that dies without a message (killed, out of
-    memory) is reported here, with the end of its log; the remaining ranks are then stopped. SIGTERM and SIGINT are passed on,
+    memory) is reported here, with the end of its log; the remaining ranks are then stopped, as they are when one ends with status 0
+    before it is done (world.exit_status_of_rank). SIGTERM and SIGINT are passed on,
     and the ranks have `grace_seconds` to save; a second one, more than two seconds later, ends them at once. lock: of the run's
     folder, which the ranks then hold as well. attempt: number of this start of the same run, from 0. early: those of them that
     run `command` already.
@@ -58,6 +61,9 @@ def launch(
     earlier = [0] * processes  # bytes in each rank's log from attempts before
     hear = _signalled_once()
     before = {number: signal.signal(number, hear) for number in saving_signals()}
+    ended, done = os.pipe()
+    os.set_blocking(ended, False)
+    shared[ENDED] = str(done)
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=2 * processes) as listener:
             port, handle = listener.getsockname()[1], listener.fileno()
@@ -68,11 +74,13 @@ def launch(
                 with log_file.open(mode) if log_file else contextlib.nullcontext() as output:
                     earlier[rank] = os.fstat(output.fileno()).st_size if output else 0
                     start = early.admit if early and early.waiting else partial(_start, command)
-                    ranks.append(start(environment, output, held if rank else (*held, handle)))
-        return _watch(ranks, logs, grace_seconds, earlier)
+                    ranks.append(start(environment, output, (*held, done) if rank else (*held, done, handle)))
+        return _watch(ranks, logs, grace_seconds, earlier, ended)
     except _Signalled as signalled:  # a job manager ends the parent: the ranks must not outlive it
         return _preempt(ranks, grace_seconds, signalled.args[0])
     finally:
+        os.close(ended)
+        os.close(done)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -115,7 +123,10 @@ def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
 
 
-def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earlier: list[int]) -> int:
+def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earlier: list[int], ended: int) -> int:
+    """ended: pipe from which come the numbers of ranks that are done."""
+    gone: dict[int, float] = {}  # ranks with status 0 that were not done, by the time
+    finished: set[int] = set()
     while True:
         statuses = [rank.poll() for rank in ranks]
         for number in saving_signals():
@@ -125,10 +136,31 @@ def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earl
             time.sleep(0.5)  # for the rank that reports the error to finish
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             _kill(ranks)  # they wait for the rank that is gone; SIGTERM would ask them to save
+            _report_gone(gone)
             return _report(failed, logs, earlier)
         if all(status == 0 for status in statuses):
             return 0
+        if 0 in statuses:
+            with contextlib.suppress(BlockingIOError):
+                finished |= set(map(int, os.read(ended, 1 << 16).split()))
+            now = time.monotonic()
+            for rank, status in enumerate(statuses):
+                if status == 0 and rank not in finished:
+                    gone.setdefault(rank, now)
+            if gone and now - min(gone.values()) > _ALONE_SECONDS:
+                _kill(ranks)
+                _report_gone(gone)
+                return 1
         time.sleep(0.1)
+
+
+def _report_gone(ranks: Collection[int]) -> None:
+    """Name ranks that ended with status 0 before they were done."""
+    if ranks:
+        named = f"rank{'s' * (len(ranks) > 1)} {first_few(sorted(ranks), 8)}"
+        log.error(
+            f"{named} ended with status 0 before the end of the run, without a reason; the other ranks were stopped"
+        )
 
 
 def _report(failed: dict[int, int], logs: Path, earlier: list[int]) -> int:

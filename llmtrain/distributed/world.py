@@ -15,6 +15,8 @@ from llmtrain.errors import UserError, exit_status
 
 LISTENER = "LLMTRAIN_LISTENER"
 """Environment variable of the ranks of our launcher: the descriptor, in rank 0, of the socket that listens at MASTER_PORT."""
+ENDED = "LLMTRAIN_ENDED"
+"""Environment variable of the ranks of our launcher: the descriptor of a pipe, to which a rank that is done writes its number."""
 
 
 _TIMEOUT = timedelta(minutes=10)
@@ -155,10 +157,13 @@ def free_port() -> int:
 
 
 def exit_status_of_rank(command: Callable[[], int], report: Callable[[BaseException], None]) -> int:
-    """Like errors.exit_status, but a rank of several that fails ends here: a normal exit waits for all ranks' collectives."""
+    """Like errors.exit_status, but a rank of several that fails ends here: a normal exit waits for all ranks' collectives. Our
+    launcher hears of one that is done."""
     status = 1
     try:
         status = exit_status(command, report)
+        if status == 0 and ENDED in os.environ:
+            os.write(int(os.environ[ENDED]), f"{world_from_environment().rank}\n".encode())
         return status
     finally:
         if status and world_from_environment().size > 1:

@@ -6,10 +6,11 @@
     python -m benchmarks parallel --scan --nproc 2 [--out FILE.json]
 
 FILE is trained on random tokens as train.parallel, train.sharding and the rest say, by the model, the sharding and the clipping of
-`llmtrain train`, without trainer and loader; without CUDA graphs, but for steps of several microbatches. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
-kernels that attention took. lengths: steps over sequences of each of them, one after the other. microbatches: steps of so many of
-them over all GPUs, with the memory of every rank, and of a pipeline the medians of each part's passes, what happens once a batch,
-and the bubble: the share of the batch's other time in which a rank, on average, runs no pass, beside what plan/scaling.py predicts.
+`llmtrain train`, without trainer and loader. A row has the tokens/s per GPU, MFU by causal FLOPs, the memory at the peak and the
+kernels that attention took. lengths: steps over sequences of each of them, one after the other, without CUDA graphs. microbatches:
+steps of so many of them over all GPUs, by graphs where a run would make them, with the memory of every rank, and of a pipeline the
+medians of each part's passes, what happens once a batch, and the bubble: the share of the batch's other time in which a rank, on
+average, runs no pass, beside what plan/scaling.py predicts.
 each: the same with further settings, one after the other in the same processes, with rows by these names.
 scan: a Mamba-2 scan over 131,072 tokens that the ranks share, forward and backward, with its all-gather and with the same bytes
 copied on the rank itself, in turn: the difference is exposed communication. Ranks are processes of this machine; without GPUs they

@@ -1,5 +1,6 @@
 """The launcher of local ranks, with plain programs in the place of ranks."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.distributed.early_ranks import EarlyRanks
 from llmtrain.distributed.launch import launch
 from llmtrain.distributed.processes import LAUNCHER as LAUNCHER_VARIABLE
 from llmtrain.distributed.processes import start_time
@@ -94,6 +96,30 @@ def test_a_rank_without_a_word_is_named_and_no_earlier_attempt_speaks_for_it(tmp
     assert launch([sys.executable, "-c", fails_on_1.format(3)], 2, str(tmp_path), attempt=1) == 3
     said = capfd.readouterr().err
     assert "rank 1 ended with status 3, and" in said and "the first reason" not in said
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_rank_that_ends_with_status_0_before_it_is_done_is_named(
+    early: bool, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the others, which wait for it, none would ever say so."""
+    monkeypatch.setattr("llmtrain.distributed.launch._ALONE_SECONDS", 0.5)
+    program = """
+import os, time
+from llmtrain.distributed import early_ranks, world
+if early_ranks.waits():
+    early_ranks.await_admission()
+if os.environ["RANK"] == "0":
+    time.sleep({seconds})
+elif {done}:
+    world.exit_status_of_rank(lambda: 0, print)
+"""
+    for done, seconds, status in ((True, 3, 0), (False, 60, 1)):
+        command = [sys.executable, "-c", program.format(done=done, seconds=seconds)]
+        with EarlyRanks(command, 2) if early else contextlib.nullcontext() as ranks:
+            assert launch(command, 2, str(tmp_path), early=ranks) == status
+        said = capfd.readouterr().err
+        assert ("rank 1 ended with status 0 before the end of the run" in said) is not done, said
 
 
 def test_a_log_keeps_what_earlier_attempts_wrote_and_no_earlier_run(tmp_path: Path):
