@@ -46,10 +46,17 @@ def test_any_chunks_agree_with_the_definition(chunks, name, monkeypatch, ran):
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("name", ["mqa", "alibi", "softcap", "48", "160"])
+@pytest.mark.parametrize("name", ["mqa", "alibi", "softcap", "48", "160", "wide keys"])
 def test_the_score_is_that_of_the_other_kernels(name, monkeypatch, ran):
     use(monkeypatch, keys=32, queries=32)
     assert_agree(CASES[name], 2, 64)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("chunks", ["in one chunk", "of queries"])
+def test_values_of_shared_keys_wider_than_these(chunks, monkeypatch, ran):
+    use(monkeypatch, **CHUNKS[chunks])
+    assert_agree(Case(16, 4, 2, value_dim=40), 2, 64)
     assert len(ran) == 1
 
 

@@ -143,7 +143,11 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         return
     if row.variant is not None:  # in whole tiles, fetched as the row says; see Call._choose_launch
         variant = row.variant.removesuffix(f", {GROUPED}")
+        variant, _, values = variant.partition(", values ")
         base["variant"] = variant
+        if values:  # for these widths alone
+            yield row.variant, {**base, "value_dim": int(values)}, True
+            return
         if variant == row.variant:
             yield variant, base, True
         if row.kernel == "attention.dscores":  # for its head_dim alone

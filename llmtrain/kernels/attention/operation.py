@@ -137,13 +137,17 @@ class Attention(Operation):
     def sized(
         self, head_dim: int = 128, seq_len: int = 4096, variant: str = "plain", dtype: str = "bfloat16",
         tokens: int = base.TOKENS, heads: int | None = None, kv_heads: int | None = None, document: int = DOCUMENT,
+        value_dim: int | None = None,
     ) -> Shape:  # fmt: skip
-        """heads: None: as many as make up about 2048 channels. document: tokens of one."""
+        """heads: None: as many as make up about 2048 channels. document: tokens of one. value_dim: None: head_dim."""
         if variant not in VARIANTS:
             causal = [name for name in VARIANTS if not name.endswith("full")]
             raise UserError(f"no attention variant '{variant}'; there is {', '.join(causal)}")
         heads = heads or (16 if head_dim >= 128 else max(1, 2048 // head_dim))
-        spec = AttentionSpec(heads, kv_heads or heads, head_dim, head_dim**-0.5, dtype=dtype, **VARIANTS[variant])
+        of_values = None if value_dim == head_dim else value_dim
+        spec = AttentionSpec(
+            heads, kv_heads or heads, head_dim, head_dim**-0.5, dtype=dtype, value_dim=of_values, **VARIANTS[variant]
+        )
         options = (("document", document),) if document != DOCUMENT else ()
         return Shape(spec, max(1, tokens // seq_len), seq_len, variant, options)
 

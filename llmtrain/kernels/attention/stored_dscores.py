@@ -36,6 +36,7 @@ class Call(Protocol):
     n_heads: int
     group: int
     head_dim: int
+    value_dim: int
     scale: float
     causal: bool
     softcap: float | None
@@ -98,13 +99,13 @@ def _delta(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | No
     grid = (cdiv(call.seq_len, DELTA_ROWS), call.batch * call.n_heads)
     attention_delta[grid](
         out, dout, dlse, delta, *dout.stride()[:3], call.seq_len,
-        N_HEADS=call.n_heads, HEAD_DIM=call.head_dim, PARTS=parts_of(call.head_dim), BLOCK_M=DELTA_ROWS, num_warps=4,
+        N_HEADS=call.n_heads, VALUE_DIM=call.value_dim, VALUE_PARTS=parts_of(call.value_dim), BLOCK_M=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     return delta
 
 
 class _Heads:
-    """Some heads of one sequence: q, dout [T, heads, head_dim]; k, v [T, kv_heads, head_dim]; stats (lse, delta): [heads, T].
+    """Some heads of one sequence: q, dout [T, heads, width]; k, v [T, kv_heads, width]; stats (lse, delta): [heads, T].
     results: dq, dk, dv, where they are written."""
 
     def __init__(
@@ -121,11 +122,13 @@ class _Heads:
         most = max(_length(keys) * _length(at) for keys, seen in plan for at in seen)
         stored = self.q.new_empty(self.heads * most)
         # [heads, T, head_dim]; in fp32 where several chunks add to it.
-        dq = self.dq.transpose(0, 1) if len(plan) == 1 else self._sums(call.seq_len)
+        dq = self.dq.transpose(0, 1) if len(plan) == 1 else self._sums(call.seq_len, call.head_dim)
         for keys, seen in plan:
             # Without sums over chunks or heads: where they belong.
             whole = len(seen) == 1 and call.group == 1
-            parts = [t[keys].transpose(0, 1) if whole else self._sums(_length(keys)) for t in (self.dk, self.dv)]
+            parts = [
+                t[keys].transpose(0, 1) if whole else self._sums(_length(keys), t.shape[2]) for t in (self.dk, self.dv)
+            ]
             for number, at in enumerate(seen):
                 dscores = stored[: self.heads * _length(keys) * _length(at)].view(
                     self.heads, _length(keys), _length(at)
@@ -140,8 +143,8 @@ class _Heads:
         if len(plan) > 1:
             self.dq.copy_(dq.transpose(0, 1))
 
-    def _sums(self, tokens: int) -> Tensor:
-        return self.lse.new_empty((self.heads, tokens, self.call.head_dim))
+    def _sums(self, tokens: int, width: int) -> Tensor:
+        return self.lse.new_empty((self.heads, tokens, width))
 
     def _dv_dscores(self, keys: slice, at: slice, dscores: Tensor, dv: Tensor, add: bool) -> None:
         call, launch = self.call, self.launch
@@ -159,6 +162,7 @@ class _Heads:
             *strides, dv.stride(1), dv.stride(0), self.lse.stride(0),
             _length(at), _length(keys), self.heads, ahead, call.scale * LOG2_E, softcap, call.scale,
             GROUP=call.group, HEAD_DIM=call.head_dim, PARTS=parts_of(call.head_dim),
+            VALUE_DIM=call.value_dim, VALUE_PARTS=parts_of(call.value_dim),
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, NUM_STAGES=launch.num_stages,
             USE_TMA=use_tma, PRECISION="tf32x3" if call.platform.vendor == "nvidia" else "ieee", ADD=add,
             num_warps=launch.num_warps, num_stages=launch.num_stages,

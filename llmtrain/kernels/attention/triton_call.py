@@ -57,6 +57,7 @@ class Call:
         self.window = window if window is not None and window < self.seq_len else None
         self.slopes, self.starts, self.ends, self.sinks = slopes, starts, ends, sinks
         self.group = self.n_heads // self.n_kv
+        self.values = None if self.value_dim == self.head_dim else self.value_dim
         self.platform = platform or _platform_of(q.device)
         dtype = _DTYPES[q.dtype]
         reach = self.seq_len if self.window is None else self.window
@@ -66,7 +67,7 @@ class Call:
 
     def row(self, kernel: Kernel) -> Launch:
         """Launch parameters of whole tiles of this shape and variant."""
-        return self.fixed.get(kernel) or choose(kernel, *self.selection, self.variant, self.group > 1)
+        return self.fixed.get(kernel) or choose(kernel, *self.selection, self.variant, self.group > 1, self.values)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output [batch, T, n_heads, value_dim], and lse [batch, n_heads, T]."""
@@ -105,15 +106,15 @@ class Call:
     @property
     def _all_plain(self) -> bool:
         """No sinks, and values as wide as keys."""
-        return self.sinks is None and self.value_dim == self.head_dim
+        return self.sinks is None and self.values is None
 
     def _stored(self, dout: Tensor) -> StoredLaunch | None:
         """Launch parameters of the backward pass by stored gradients of scores, which takes whole tiles; None: dq and dkdv."""
         if self.fixed or self.variant == MIXED or self.window is not None or self.starts is not None:
             return None
-        if not self._all_plain:
+        if self.sinks is not None:
             return None
-        launch = choose_stored(*self.selection, self.variant, self.group > 1)
+        launch = choose_stored(*self.selection, self.variant, self.group > 1, self.values)
         if launch is None or self.seq_len % launch.tile or dout.stride(-1) != 1:
             return None
         sizes = (self.n_heads, self.group, self.seq_len, self.causal)

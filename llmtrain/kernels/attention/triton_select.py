@@ -12,13 +12,14 @@ INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small test
 
 def choose(
     kernel: Kernel, head_dim: int, dtype: str, platform: Platform, seq_len: int | None = None,
-    variant: str | None = None, grouped: bool = False,
+    variant: str | None = None, grouped: bool = False, values: int | None = None,
 ) -> Launch:  # fmt: skip
     """Launch parameters of the row that serves this shape.
 
     seq_len: T, or how far back a query sees, where a window is shorter: as many tiles a program goes through.
     variant: `plain`, what is beyond it (alibi, documents, softcap, window), or several of these, joined by `+` in this order;
-    or `mixed`: without causality. None: rows that name no variant. grouped: heads share keys.
+    or `mixed`: without causality. None: rows that name no variant. grouped: heads share keys. values: width of values where it is
+    not head_dim, for which `VARIANT, values WIDTH` comes before the variant.
     Of the rows for these, the nearest head_dim, then the user's own, then the first: the variant; `documents` for documents
     with a window, which differ from it by two constants; for other sums `mixed`, whose small tiles leave registers for
     everything. For dkdv of grouped heads, whose loop is another, `VARIANT, grouped` before each.
@@ -28,6 +29,8 @@ def choose(
     names = [variant]
     if variant is not None and "+" in variant:
         names += ["documents"] * (variant == "documents+window") + [MIXED]
+    if variant is not None and values is not None:
+        names = [of_values(variant, values), *names]
     if grouped and kernel == "dkdv":
         names = [each for name in names for each in (f"{name}, {GROUPED}", name)]
 
@@ -41,10 +44,16 @@ def choose(
     return min(found, key=lambda row: (row.shape, not tuning.is_own(row, platform)), default=rows[-1][0]).launch
 
 
+def of_values(variant: str, values: int) -> str:
+    """Name of a variant's rows for values of another width than keys."""
+    return f"{variant}, values {values}"
+
+
 def choose_stored(
-    head_dim: int, dtype: str, platform: Platform, seq_len: int, variant: str, grouped: bool
+    head_dim: int, dtype: str, platform: Platform, seq_len: int, variant: str, grouped: bool, values: int | None = None
 ) -> StoredLaunch | None:
     """Launch parameters of the backward pass by stored gradients of scores, where it was measured to be the faster one."""
+    variant = variant if values is None else of_values(variant, values)
     name = f"{variant}, {GROUPED}" if grouped else variant
     row = tuning.exact("attention.dscores", dtype, {"head_dim": head_dim}, platform, name)
     return row.launch if row is not None and seq_len >= row.launch.from_seq_len else None

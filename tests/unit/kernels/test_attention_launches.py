@@ -73,6 +73,18 @@ def test_documents_with_a_window_take_the_row_for_documents(rows):
     assert block_m("documents+window") == 64
 
 
+def test_values_of_another_width_than_keys_take_their_own_row_or_else_that_of_their_variant(rows):
+    rows((16, None, None), (32, "plain", None), (64, "plain, values 64", None), (128, "window", None))
+    q = torch.empty(1, 4096, 2, 128, device="meta", dtype=torch.bfloat16)
+
+    def chosen(width: int, **features) -> int:
+        made = attention.Call(q, q, q[..., :width], 0.1, platform=HOPPER, **features)
+        return made._choose_launch("forward", made.k, made.v)[0].block_m
+
+    assert (chosen(64), chosen(96), chosen(128)) == (64, 32, 32)
+    assert chosen(64, window=100) == 128
+
+
 OWN = ((96, 16, "window"), (128, 32, "window"), (128, 64, "window, grouped"), (128, 256, "plain"))
 
 

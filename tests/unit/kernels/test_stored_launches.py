@@ -67,6 +67,19 @@ def test_heads_that_fill_the_device():
     assert stored(n_heads=15) == LAUNCH and stored(n_heads=14) is None
 
 
+def test_values_of_another_width_have_a_row_of_their_own(tmp_path):
+    def of_values(width: int) -> StoredLaunch | None:
+        q = torch.empty(1, 4096, 16, 200, device="meta", dtype=torch.bfloat16)
+        made = Call(q, q, q[..., :width], 0.1, platform=HOPPER)
+        return made._stored(made.v)
+
+    assert of_values(200) == LAUNCH and of_values(64) is None
+    row = Row("attention.dscores", "bfloat16", (200,), LAUNCH, 1, "compiled only", None, "plain, values 64")
+    tuning_table.save(tmp_path / "own.yaml", "sm90", [row])
+    tuning.forget()
+    assert of_values(64) == LAUNCH and of_values(96) is None
+
+
 def test_documents_have_the_other_kernels():
     assert stored(starts=True, ends=True) is None
 
