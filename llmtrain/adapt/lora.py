@@ -15,7 +15,7 @@ from llmtrain.adapt.base import Converter
 from llmtrain.adapt.expert_adapters import ExpertAdapter, adapted_experts
 from llmtrain.adapt.native_adapters import TARGETS, joined, native_module, native_of, ranks_needed, widened
 from llmtrain.config.report import nearest
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_few
 from llmtrain.kernels.platform import Platform
 from llmtrain.models.block import Block
 from llmtrain.models.config import ModelConfig
@@ -164,6 +164,7 @@ class Lora(Converter):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     problems.append(f"adapt.lora.{setting}: {pattern} matches no layer; {_nearest(pattern, names)}")
+        unused = set() if problems else {group.match for group in config.groups}
         for site in found:
             units = dict[str, Unit]()
             for target, adapters in site.targets().items():
@@ -172,13 +173,17 @@ class Lora(Converter):
                     continue
                 for name, first, rows in adapters:
                     full = target if name == WHOLE or target != site.name else f"{site.name}.{name}"
-                    rank = config.rank_of(full)
+                    rank, grouped = (
+                        config.rank_of(full, site.name),
+                        [g for g in config.groups if g.is_of((full, site.name))],
+                    )
+                    unused -= {group.match for group in grouped}
                     least = min(rows, site.columns)
                     if rank <= least:
                         units[name] = Unit(
-                            name, first, rows, rank, config.scale_of(full), _parts(site.layer, first, rows)
+                            name, first, rows, rank, config.scale_of(full, site.name), _parts(site.layer, first, rows)
                         )
-                    elif wanted:
+                    elif wanted or any(group.rank for group in grouped):
                         problems.append(
                             f"adapt.lora: {full} has {least} channels, fewer than rank {rank}; "
                             "give it a smaller one in adapt.lora.groups, or leave it out of targets"
@@ -194,6 +199,10 @@ class Lora(Converter):
             if units:
                 chosen = True
                 yield site, sorted(units.values(), key=lambda unit: unit.first)
+        if unused and not problems:
+            problems.append(
+                f"adapt.lora.groups: {first_few(sorted(unused))}: no adapter is of it; add it to targets, or leave it out"
+            )
         if not (chosen or problems):
             widest = max((min(site.rows, site.columns) for site in found if site.default), default=0)
             problems.append(f"adapt.lora.rank: no layer has so many channels, at most {widest}; give a smaller one")

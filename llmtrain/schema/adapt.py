@@ -1,6 +1,6 @@
 """The `adapt` section of the YAML: changes to a model, such as adapters beside frozen weights. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
@@ -25,13 +25,17 @@ class LoraGroup(Section):
     """Another rank or scale for some of the adapted layers."""
 
     match: str
-    """Their names, as a pattern. Of several entries that match a layer, the last one counts."""
+    """Their names, as a pattern; that of a fused projection is of all of its parts. Of several entries that match a layer, the last
+    one counts."""
     rank: Width | None = None
     alpha: PositiveFloat | None = None
 
     def problems(self) -> Iterator[Problem]:
         if self.rank is None and self.alpha is None:
             yield Problem("rank", None, "an entry of groups gives a rank, an alpha, or both")
+
+    def is_of(self, names: Iterable[str]) -> bool:
+        return any(fnmatchcase(name, self.match) for name in names)
 
 
 class LoraConfig(AdaptationSection):
@@ -54,16 +58,17 @@ class LoraConfig(AdaptationSection):
     """Names of layers, as patterns: `*.wo`, `blocks.3.mixer.in_proj`, `embed`, `head`; also of a part of a fused projection:
     `*.wqkv.v` (q, k, v), `*.w_in.up` (gate, up), `*.in_proj.dt` (z, x, B, C, dt; q, k, v, z, b, a). A shared block has adapters
     for each of its uses, `blocks.5.shared_input.mixer.wo`; experts one for each of them, `*.experts.w_in`, `*.experts.w_out`.
-    Default: all linear layers of mixers and feed-forward layers."""
+    Default: all linear layers of mixers and feed-forward layers, without parts that have fewer channels than the rank."""
     groups: list[LoraGroup] = []
 
-    def rank_of(self, name: str) -> int:
-        """Rank of the adapter of a target."""
-        return next((g.rank for g in reversed(self.groups) if g.rank and fnmatchcase(name, g.match)), self.rank)
+    def rank_of(self, *names: str) -> int:
+        """Rank of the adapter of a target, which has these names: its own, and its layer's."""
+        found = next((g.rank for g in reversed(self.groups) if g.rank and g.is_of(names)), None)
+        return found or self.rank
 
-    def scale_of(self, name: str) -> float:
-        rank = self.rank_of(name)
-        alpha = next((g.alpha for g in reversed(self.groups) if g.alpha and fnmatchcase(name, g.match)), self.alpha)
+    def scale_of(self, *names: str) -> float:
+        rank = self.rank_of(*names)
+        alpha = next((g.alpha for g in reversed(self.groups) if g.alpha and g.is_of(names)), self.alpha)
         alpha = 2.0 * rank if alpha is None else alpha
         return alpha / (rank**0.5 if self.rslora else rank)
 

@@ -1,6 +1,7 @@
 """Folders of peft that do not fit: one line with file and remedy. What fits: tests/numerics/test_peft.py."""
 
 import json
+from typing import cast
 
 import pytest
 import torch
@@ -172,11 +173,28 @@ def test_files_that_are_not_there_or_damaged_are_refused(folder):
         ({"targets": ["*.wqkv.k"], "rank": 9}, "8 channels, fewer than rank 9"),
         ({"rank": 4096}, "rank: no layer has so many channels"),
         ({"targets": ["head"], "dora": True}, "dora: not of head"),
+        (
+            {"targets": ["*.wqkv.q"], "groups": [{"match": "*.wo", "rank": 2}]},
+            r"groups: \*\.wo: no adapter is of it; add it to",
+        ),
+        ({"groups": [{"match": "*.wo", "rank": 500}]}, "wo has .* fewer than rank 500; give it a smaller one"),
     ],
 )
 def test_settings_that_fit_no_layer_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         meta_model(MODEL, AdaptConfig(lora=LoraConfig.model_validate(settings)))
+
+
+@pytest.mark.parametrize("targets", [None, ["*.wqkv"], ["*.wqkv.q", "*.wqkv.k", "*.wo"]])
+def test_a_group_of_a_fused_projection_is_of_its_parts(targets):
+    groups = [{"match": "*.wqkv", "rank": 2, "alpha": 6}, {"match": "*.wqkv.k", "rank": 3}]
+    adapt = AdaptConfig(lora=LoraConfig.model_validate({"targets": targets, "groups": groups}))
+    lora = cast("Lora", converters_of(MODEL, adapt)[0])
+    units = {
+        site.name: {unit.name: (unit.rank, unit.scale) for unit in found} for site, found in lora.adapters.values()
+    }
+    assert units["blocks.0.mixer.wqkv"]["q"] == (2, 3.0) and units["blocks.0.mixer.wqkv"].get("k", (3, 2.0)) == (3, 2.0)
+    assert units.get("blocks.0.mixer.wo", {"whole": (8, 2.0)}) == {"whole": (8, 2.0)}
 
 
 def test_four_bits_are_as_near_as_torchaos():
