@@ -40,11 +40,11 @@ def fetch_newest(
     Every rank of a run calls this before the process group exists: one of them asks the store and downloads, the others
     wait for it at a lock. launch: a name that the ranks of this start have in common; None for a single process.
     verify: look for the newest local one by its hashes, so that one that was damaged here is fetched again.
-    in_place: the run went on here until now, so that nothing in the store is newer than the newest in `root`.
+    in_place: the run went on here until now, so that nothing in the store is newer than the newest in `root`: where that one is
+    good the store is not asked, which may answer slowly or not at all.
     A checkpoint that turns out damaged in the store is named, and the one before it is tried.
     Raises CheckpointError where the store holds checkpoints and neither it nor `root` a good one; StoreError when the store
-    cannot be asked: going on from an older checkpoint, or from nothing, would make a second run of it. In place it need not be
-    asked where the newest in `root` is good.
+    cannot be asked: going on from an older checkpoint, or from nothing, would make a second run of it.
     """
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / LOCK, "fetches a checkpoint"):
@@ -71,21 +71,19 @@ def _fetch(
     def fetched(here: Checkpoint | None) -> Fetched:
         return Fetched(verified=here.require().save_id if here and verify else None)
 
+    here = good_here() if in_place else None
+    if here is not None and here.address == str(folders(root)[-1]):
+        return fetched(here)
     try:
         there = list_stored(open_store(address))
         if not there and list_stored(open_store(address)):  # before a run begins anew in a place that is in use
             raise StoreError(f"{address} lists its objects otherwise each time")
     except StoreError as error:
-        if in_place and (here := good_here()) and here.address == str(folders(root)[-1]):
-            warn(
-                f"checkpoint.remote cannot be asked, and the run goes on from step {here.step}, which is here: {error}"
-            )
-            return fetched(here)
         raise StoreError(
             f"checkpoint.remote cannot be asked for a newer checkpoint: {error}. "
             "Try again when it can, or go on without it: checkpoint.remote=null"
         ) from None
-    here = good_here()
+    here = here or good_here()
 
     def download(checkpoint: StoredCheckpoint) -> None:
         checkpoint.require()

@@ -169,7 +169,12 @@ def run_with_restarts(
     attempt = 0
     while True:
         status = start(processes, attempt)
-        if status in _FINAL or attempt == most:
+        if status in _FINAL or not most:
+            return status
+        if attempt == most:
+            log.error(
+                f"status {status}: no restart of {most} is left; the same command goes on from the newest checkpoint"
+            )
             return status
         places = min(processes, available()) if available else processes
         left, reason = places, ""
@@ -178,9 +183,9 @@ def run_with_restarts(
                 check(left)
                 break
             except UserError as error:
-                left, reason = left - 1, reason or f", and no number of ranks up to that can run it:\n{error}"
+                left, reason = left - 1, reason or f"no number of ranks up to {places} can run it:\n{error}"
         else:
-            log.error(f"no restart: {places} of {processes} GPUs are left{reason}")
+            log.error(f"no restart: {reason or f'no GPU of {processes} is left'}")
             return status
         attempt += 1
         fewer = f", {left} instead of {processes}" if left != processes else ""

@@ -23,7 +23,12 @@ time.sleep(30 if attempt < 2 else 0)
 
 
 def restarted(
-    statuses: list[int], most: int, gpus: list[int] | None = None, batch: int = 8, saved: bool = True
+    statuses: list[int],
+    most: int,
+    gpus: list[int] | None = None,
+    batch: int = 8,
+    saved: bool = True,
+    gone: str | None = None,
 ) -> tuple[int, list[int]]:
     """The exit status, and the ranks of each start."""
     starts: list[int] = []
@@ -36,6 +41,8 @@ def restarted(
     places = iter(gpus or [])
 
     def check(ranks: int) -> None:
+        if gone:
+            raise UserError(gone)
         if batch % ranks:
             raise UserError(f"{batch} is no multiple of {ranks}")
 
@@ -51,7 +58,10 @@ def test_success_wrong_input_and_signals_are_final(status):
 def test_a_failure_starts_again_so_many_times(capsys):
     assert restarted([137, 1, 0], 3) == (0, [4, 4, 4])
     assert restarted([137, 1, 137], 2) == (137, [4, 4, 4])
-    assert "status 137: the ranks start again, from the newest checkpoint (1 of 2)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "status 137: the ranks start again, from the newest checkpoint (1 of 2)" in said
+    assert said.endswith("status 137: no restart of 2 is left\n")
+    assert restarted([137], 0) == (137, [4]) and capsys.readouterr().err == ""
     restarted([1, 0], 1, saved=False)
     assert "start again, from the beginning, as no checkpoint was saved (1 of 1)" in capsys.readouterr().err
 
@@ -60,7 +70,12 @@ def test_fewer_gpus_have_as_many_ranks_as_divide_the_batch(capsys):
     assert restarted([1, 1, 0], 3, gpus=[3, 1]) == (0, [4, 2, 1])
     assert "start again, 2 instead of 4, from the newest" in capsys.readouterr().err
     assert restarted([1], 3, gpus=[0]) == (1, [4])
-    assert "no restart: 0 of 4 GPUs are left\n" in capsys.readouterr().err
+    assert "no restart: no GPU of 4 is left\n" in capsys.readouterr().err
+
+
+def test_a_yaml_that_was_changed_meanwhile_is_named_where_no_rank_can_run_it(capsys):
+    assert restarted([1], 3, batch=4, gone="run.yaml: no such file") == (1, [4])
+    assert "no restart: no number of ranks up to 4 can run it:\nrun.yaml: no such file\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
