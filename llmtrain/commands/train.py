@@ -172,9 +172,7 @@ def run_with_restarts(
         if status in _FINAL or not most:
             return status
         if attempt == most:
-            log.error(
-                f"status {status}: no restart of {most} is left; the same command goes on from the newest checkpoint"
-            )
+            log.error(f"status {status}: no restart of {most} is left")
             return status
         places = min(processes, available()) if available else processes
         left, reason = places, ""

@@ -20,7 +20,7 @@ from llmtrain.errors import first_few, signal_name
 from llmtrain.logs import log
 
 _EXIT_SECONDS = 10.0
-"""Time for the ranks to end once they have saved."""
+"""Time for the ranks to end once they have saved, or one has died."""
 _ALONE_SECONDS = 30.0
 """Time for which ranks may go on without one that ended with status 0, and was not done."""
 
@@ -77,7 +77,7 @@ def launch(
                     ranks.append(start(environment, output, (*held, done) if rank else (*held, done, handle)))
         return _watch(ranks, logs, grace_seconds, earlier, ended)
     except _Signalled as signalled:  # a job manager ends the parent: the ranks must not outlive it
-        return _preempt(ranks, grace_seconds, signalled.args[0])
+        return _preempt(ranks, logs, grace_seconds, earlier, signalled.args[0])
     finally:
         os.close(ended)
         os.close(done)
@@ -107,20 +107,32 @@ def _start(
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=descriptors)
 
 
-def _preempt(ranks: list[subprocess.Popen], grace_seconds: float, number: signal.Signals) -> int:
-    """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure."""
+def _preempt(
+    ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earlier: list[int], number: signal.Signals
+) -> int:
+    """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure; for one that died
+    the others would wait in vain."""
     seconds = grace_seconds + _EXIT_SECONDS
     try:
-        when = f"had not ended {seconds:g} s after {signal_name(number)}"
         killed = _stop(ranks, number, seconds)
+        when = f"had not ended {seconds:g} s after {signal_name(number)}"
     except _Signalled as second:
         when = f"had not ended before a second {signal_name(second.args[0])}"
         killed = [rank for rank, process in enumerate(ranks) if process.poll() is None]
         _kill(ranks)
+    if failed := {rank: ranks[rank].returncode for rank in _died(ranks) if rank not in killed}:
+        _report(failed, logs, earlier)
+        when = f"had not ended {_EXIT_SECONDS:g} s after that"
     if killed:  # which may not have been able to say a word
         named = f"rank{'s' * (len(killed) > 1)} {first_few(killed, 8)}"
         log.error(f"{named} {when}: killed; what was trained since the newest checkpoint is lost")
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
+
+
+def _died(ranks: list[subprocess.Popen]) -> list[int]:
+    """Ranks that have ended in another way than well, or by a signal by which a run saves."""
+    well = {0, *(128 + number for number in saving_signals()), *(-number for number in saving_signals())}
+    return [rank for rank, process in enumerate(ranks) if process.poll() is not None and process.returncode not in well]
 
 
 def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earlier: list[int], ended: int) -> int:
@@ -131,7 +143,7 @@ def _watch(ranks: list[subprocess.Popen], logs: Path, grace_seconds: float, earl
         statuses = [rank.poll() for rank in ranks]
         for number in saving_signals():
             if 128 + number in statuses:  # somebody signalled the ranks, and not us
-                return _preempt(ranks, grace_seconds, number)
+                return _preempt(ranks, logs, grace_seconds, earlier, number)
         if any(statuses):
             time.sleep(0.5)  # for the rank that reports the error to finish
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
@@ -190,19 +202,19 @@ def _report(failed: dict[int, int], logs: Path, earlier: list[int]) -> int:
 
 
 def _stop(ranks: list[subprocess.Popen], sign: signal.Signals, seconds: float) -> list[int]:
-    """Send a signal, and kill the ranks that still run so many seconds later, which are returned."""
-    killed = []
+    """Send a signal, and kill the ranks that still run so many seconds later, or _EXIT_SECONDS after another died. Returns them."""
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(sign)
     deadline = time.monotonic() + seconds
-    for rank, process in enumerate(ranks):
-        try:
-            process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            _kill([process])
-            killed.append(rank)
-    return killed
+    while (
+        left := [rank for rank, process in enumerate(ranks) if process.poll() is None]
+    ) and time.monotonic() < deadline:
+        if _died(ranks):
+            deadline = min(deadline, time.monotonic() + _EXIT_SECONDS)
+        time.sleep(0.05)
+    _kill([ranks[rank] for rank in left])
+    return left
 
 
 def _kill(ranks: list[subprocess.Popen]) -> None:

@@ -142,9 +142,11 @@ time.sleep(60)
 """
 
 
-def start(tmp_path: Path, grace_seconds: float, **environment: str) -> tuple[subprocess.Popen, list[int]]:
+def start(
+    tmp_path: Path, grace_seconds: float, program: str = SAVES, **environment: str
+) -> tuple[subprocess.Popen, list[int]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, SAVES, str(tmp_path / "run"), str(grace_seconds)],
+        [sys.executable, "-c", LAUNCHER, program, str(tmp_path / "run"), str(grace_seconds)],
         env=os.environ | {"NOTES": str(tmp_path)} | environment,
     )
     deadline = time.monotonic() + 300
@@ -184,6 +186,27 @@ def test_ranks_that_do_not_end_are_ended_and_named(tmp_path: Path, signals: int,
     assert signals == 2 or time.monotonic() - began >= 2
     when = "2.5 s after SIGTERM" if signals == 1 else "before a second SIGTERM"
     assert f"ranks 0, 1 had not ended {when}: killed" in capfd.readouterr().err
+    assert not any(alive(pid) for pid in ranks)
+
+
+DIES_AS_IT_SAVES = """
+import os, pathlib, signal, time
+notes, rank = pathlib.Path(os.environ["NOTES"]), os.environ["RANK"]
+signal.signal(signal.SIGTERM, (lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if rank == "1" else signal.SIG_IGN)
+(notes / rank).write_text(str(os.getpid()))
+time.sleep(200)
+"""
+
+
+def test_ranks_do_not_wait_for_one_that_dies_as_it_saves(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    process, ranks = start(tmp_path, 150.0, program=DIES_AS_IT_SAVES)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(100) == 143
+    first, second = capfd.readouterr().err.splitlines()[-2:]
+    assert first.startswith("rank 1 was killed by SIGKILL")
+    assert second.startswith(
+        "rank 0 had not ended 0.5 s after that: killed; what was trained since the newest checkpoint"
+    )
     assert not any(alive(pid) for pid in ranks)
 
 
