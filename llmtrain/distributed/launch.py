@@ -112,18 +112,18 @@ def _preempt(
 ) -> int:
     """Pass a signal on and wait for the ranks, which save. One that has finished the run meanwhile is no failure; for one that died
     the others would wait in vain."""
-    seconds = grace_seconds + _EXIT_SECONDS
+    seconds, when = grace_seconds + _EXIT_SECONDS, ""
     try:
         killed = _stop(ranks, number, seconds)
-        when = f"had not ended {seconds:g} s after {signal_name(number)}"
     except _Signalled as second:
         when = f"had not ended before a second {signal_name(second.args[0])}"
         killed = [rank for rank, process in enumerate(ranks) if process.poll() is None]
         _kill(ranks)
     if failed := {rank: ranks[rank].returncode for rank in _died(ranks) if rank not in killed}:
         _report(failed, logs, earlier)
-        when = f"had not ended {_EXIT_SECONDS:g} s after that"
+        when = when or f"had not ended {_EXIT_SECONDS:g} s after that"
     if killed:  # which may not have been able to say a word
+        when = when or f"had not ended {seconds:g} s after {signal_name(number)}"
         named = f"rank{'s' * (len(killed) > 1)} {first_few(killed, 8)}"
         log.error(f"{named} {when}: killed; what was trained since the newest checkpoint is lost")
     return 0 if all(rank.returncode == 0 for rank in ranks) else 128 + number
