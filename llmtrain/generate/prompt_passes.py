@@ -73,8 +73,9 @@ class PromptPass:
     def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Logits after each prompt, [count, vocab_size], until the next pass."""
         padding = [self.length - len(prompt) for prompt in prompts]
-        self.ids.copy_(torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]))
-        self.padding.copy_(torch.tensor(padding))
+        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        self.ids.copy_(ids, non_blocking=True)
+        self.padding.copy_(torch.tensor(padding), non_blocking=True)
         if self.graph is None:
             return self.forward()
         self.graph.replay()

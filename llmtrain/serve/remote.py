@@ -97,5 +97,9 @@ class RemoteEngine(threading.Thread):
             log.exception("a token could not be taken")
             stop = True
             self.failed(request)
-        if stop or token.end:
+        if stop:
             self.cancel(request)
+        elif token.end:
+            with self._lock:
+                self._requests.pop(number, None)
+                self._numbers.pop(request, None)

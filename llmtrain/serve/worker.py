@@ -18,6 +18,7 @@ class Worker(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.engine, self.failed, self.stepped = engine, failed, stepped
         self.failure: str | None = None
+        self._fixed_bytes = engine.nbytes - (engine.prefixes.nbytes if engine.prefixes else 0)
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._stopping = self._closed = False
         self._lock = threading.Lock()
@@ -38,9 +39,11 @@ class Worker(threading.Thread):
     @property
     def state(self) -> EngineState:
         engine, prefixes = self.engine, self.engine.prefixes
-        waiting, reused = self._inbox.qsize() + len(engine.waiting), prefixes.reused_tokens if prefixes else 0
-        read, drawn = engine.prompt_tokens_read, engine.tokens_drawn
-        return EngineState(len(engine.active()), waiting, engine.nbytes, read, drawn, reused)
+        kept, reused = (prefixes.nbytes, prefixes.reused_tokens) if prefixes else (0, 0)
+        waiting, nbytes = self._inbox.qsize() + len(engine.waiting), self._fixed_bytes + kept
+        return EngineState(
+            len(engine.active()), waiting, nbytes, engine.prompt_tokens_read, engine.tokens_drawn, reused
+        )
 
     def stop(self) -> None:
         self._stopping = True
