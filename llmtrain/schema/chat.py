@@ -1,11 +1,30 @@
 """The section `data.prepare.chat`: conversations in place of texts. No torch here."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmtrain.config.base import Section
+from llmtrain.config.base import Problem, Section
+from llmtrain.config.report import nearest
 from llmtrain.config.texts import PathText
+
+_FIELDS = (
+    *(
+        "messages",
+        "prompt",
+        "completion",
+        "response",
+        "label",
+        "chosen",
+        "rejected",
+        "conversations",
+        "instruction",
+        "output",
+    ),
+    *("input", "history", "system", "tools"),
+)
+"""Fields of all formats, and of what may stand beside them."""
 
 
 class ChatSection(Section):
@@ -25,3 +44,10 @@ class ChatSection(Section):
     """Answers that are trained: the last of each conversation, or all."""
     prompts: Annotated[str, Field(pattern=r"^(none|all|length>=\d{1,9})$")] = "none"
     """Prompts that are trained as well: none, all, or `length>=N`, those of N tokens or more."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name in self.fields:
+            if name not in _FIELDS:
+                near = nearest(name, dict.fromkeys(_FIELDS))
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_FIELDS)}"
+                yield Problem("fields", None, f"{name} is no field of a format; {hint}")

@@ -10,6 +10,7 @@ from llmtrain.config.config_type import is_foundry_evaluation
 from llmtrain.config.report import ConfigError
 from llmtrain.config.yaml_source import YamlSource, read_file
 from llmtrain.convert.foundry import data, run
+from llmtrain.convert.foundry.adapters import read_adapters
 from llmtrain.convert.foundry.finetuning import is_finetuning, read_finetuning
 from llmtrain.convert.foundry.model import read_model
 from llmtrain.convert.foundry.optimization import read_optimization
@@ -123,6 +124,7 @@ def migrate(path: str | Path, known_tasks: Collection[str] = (), tasks_file: str
     if (seed := root.take("seed", int)) is not None:
         sections["seed"] = seed
     sections["model"] = read_model(root.section("model"), seq_len)
+    sections["adapt"] = read_adapters(root.section("model"), sections["model"])
     if is_finetuning(root):
         sections["objective"] = "completion"
         sections["data"], remarks = read_finetuning(root, seq_len, interval is not None)

@@ -91,7 +91,7 @@ def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None
     """(fields, the last that the format needs) of a record, under the format's names. Raises ChatFault."""
     if not isinstance(record, Mapping):
         raise ChatFault(f"expected an object, found {type(record).__name__}")
-    renamed = set((fields or {}).values())
+    renamed = {*(fields or {}), *(fields or {}).values()}
     known = {key: value for key, value in record.items() if value is not None and key not in renamed}
     known |= {key: record[own] for key, own in (fields or {}).items() if record.get(own) is not None}
     needed = next((some for some in FORMATS[name] if set(some) <= known.keys()), None)
@@ -100,7 +100,7 @@ def known_fields(record: Any, name: str, fields: Mapping[str, str] | None = None
         if (own := (fields or {}).get(missing, missing)) in record:
             raise ChatFault(f"'{own}' is null")
         keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise ChatFault(f"has no '{missing}' (keys: {keys}); name its field with chat.fields, or another chat.format")
+        raise ChatFault(f"has no '{own}' (keys: {keys}); name its field with chat.fields, or another chat.format")
     return known, needed[-1]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llmtrain.adapt.base import meta_model
 from llmtrain.config.report import ConfigError
 from llmtrain.convert.foundry.migrate import Migration, migrate
 from llmtrain.schema.load import load_config
@@ -115,3 +116,43 @@ def test_validation_is_held_out_of_the_records(tmp_path):
     assert "validation_fraction" not in prepare_of(made) and left(made) == {"split", "eval_loader"}
     off = finetuning(tmp_path, {}, eval_loader=loader)
     assert prepare_of(off)["validation_fraction"] == 0 and left(off) == {"split"}
+
+
+LORA = {"r": 16, "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": 32, "lora_dropout": 0.05}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"target_modules": "all-linear"}, {}),
+        ({"target_modules": ["Wqkv", "down_proj"]}, {"targets": ["*.wqkv", "*.mlp.w_out"]}),
+        (
+            {"target_modules": ["up_proj"], "rank_pattern": {"up_proj": 4}, "use_rslora": True},
+            {"targets": ["*.mlp.w_in"], "groups": [{"match": "*.mlp.w_in", "rank": 4}], "rslora": True},
+        ),
+        ({"target_modules": ["Wqkv"], "bias": "none", "modules_to_save": None}, {"targets": ["*.wqkv"]}),
+    ],
+)
+def test_adapters_of_peft_are_ours(tmp_path, given, expected):
+    made = finetuning(tmp_path, {}, **{"model.peft_config": LORA | given})
+    (tmp_path / "ours.yaml").write_text(made.text)
+    config = load_config(tmp_path / "ours.yaml")
+    assert config.adapt is not None and config.adapt.lora is not None
+    found = config.adapt.lora.model_dump(mode="json", exclude_defaults=True)
+    assert found == {"rank": 16, "alpha": 32, "dropout": 0.05} | expected and "model.peft_config" not in left(made)
+    meta_model(config.model, config.adapt)  # its names are there
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"target_modules": ["Wqkv"], "peft_type": "IA3"},
+        {"target_modules": ["c_attn"]},
+        {"target_modules": ["Wqkv"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["Wqkv"], "rank_pattern": {"layers.1.Wqkv": 2}},
+        {},
+    ],
+)
+def test_adapters_that_are_not_here_are_left_to_decide(tmp_path, given):
+    made = finetuning(tmp_path, {}, **{"model.peft_config": LORA | given})
+    assert "adapt" not in made.sections and "model.peft_config" in left(made)

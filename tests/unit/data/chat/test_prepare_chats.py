@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from llmtrain.data.loader.loaders import build_train_loader, build_validation_loader
 from llmtrain.data.prepare import prepare
@@ -281,3 +282,11 @@ def stdlib_like(tmp_path) -> str:
     file = tmp_path / "text.txt"
     file.write_text("".join(f"Line {number} of a text about tea, and more of it.\n" for number in range(400)))
     return str(file)
+
+
+def test_rejects_fields_that_no_format_or_no_record_has(tmp_path):
+    with pytest.raises(ValidationError, match="mesages is no field of a format; did you mean messages"):
+        config(tmp_path, "x.jsonl", chat={"fields": {"mesages": "turns"}})
+    source = write(tmp_path / "a.jsonl", [{"messages": messages("Why?", "So.")}])
+    with pytest.raises(PrepareError, match="has no 'turns'"):
+        prepare(config(tmp_path, source, chat={"format": "messages", "fields": {"messages": "turns"}}), progress=False)
