@@ -23,17 +23,8 @@ def sum_groups(dk: Tensor, dv: Tensor, n_kv: int, dtype: torch.dtype) -> tuple[T
 
 @jit
 def _sum_groups(
-    dk,
-    dv,
-    out_k,
-    out_v,
-    n_k,
-    n_v,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dk, dv, out_k, out_v, n_k, n_v, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (block of results; 0: of keys, 1: of values). The order of a sum is that of the parts."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:

@@ -62,20 +62,9 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gemm(
-    a,
-    w,
-    a_rows,
-    inside,
-    columns,
-    K,
-    N,
-    stride_n,
-    stride_k,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a, w, a_rows, inside, columns, K, N, stride_n, stride_k,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_M, BLOCK_N] in fp32: rows of a [., K] times columns of w. EVEN_K: K is of whole blocks."""
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

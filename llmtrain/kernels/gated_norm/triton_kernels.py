@@ -48,20 +48,8 @@ def backward(
     size, programs = dim // n_groups, cdiv(tokens, tile.block_rows * tile.max_tiles)
     partials = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
     _backward[programs, n_groups](
-        *(
-            dy,
-            x,
-            z,
-            weight,
-            r,
-            dx,
-            dz,
-            partials,
-            tokens,
-            tile.max_tiles,
-            size,
-            *(t.stride(0) for t in (dy, x, z, dx, dz)),
-        ),
+        *(dy, x, z, weight, r, dx, dz, partials, tokens, tile.max_tiles, size),
+        *(t.stride(0) for t in (dy, x, z, dx, dz)),
         **_constants(size, norm_first, tile),
         RELOAD=tile.reload,
     )

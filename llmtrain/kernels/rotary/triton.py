@@ -102,41 +102,14 @@ def _rotate(
     q_blocks = tl.cdiv(n_q, BLOCK_HEADS)
     if block < q_blocks:
         _heads(
-            q + row * q_row,
-            out_q,
-            row,
-            t,
-            column,
-            inside,
-            c,
-            s,
-            block * BLOCK_HEADS,
-            n_q,
-            seq_len,
-            q_token,
-            q_head,
-            HALF,
-            BLOCK_HEADS,
-        )
+            q + row * q_row, out_q, row, t, column, inside, c, s, block * BLOCK_HEADS, n_q, seq_len, q_token, q_head,
+            HALF, BLOCK_HEADS,
+        )  # fmt: skip
     else:
         first = (block - q_blocks) * BLOCK_HEADS
         _heads(
-            k + row * k_row,
-            out_k,
-            row,
-            t,
-            column,
-            inside,
-            c,
-            s,
-            first,
-            n_k,
-            seq_len,
-            k_token,
-            k_head,
-            HALF,
-            BLOCK_HEADS,
-        )
+            k + row * k_row, out_k, row, t, column, inside, c, s, first, n_k, seq_len, k_token, k_head, HALF, BLOCK_HEADS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -67,15 +67,9 @@ def inter_chunk_bwd(
             )
         _inter_chunk_bwd[n_groups * blocks, chunks * tiles * dstate_blocks, batch](
             *(dy, x, B, C, dA_cumsum, seq_idx, dCB, dCB_halves, before, after),
-            *(
-                *split_exponents(states.exponents),
-                *split_exponents(states.added_exponents),
-                into_B,
-                into_C,
-                ddA_state,
-                ddA_terms,
-                ddA_blocks,
-            ),
+            *split_exponents(states.exponents),
+            *split_exponents(states.added_exponents),
+            *(into_B, into_C, ddA_state, ddA_terms, ddA_blocks),
             *(seq_len, dCB.shape[0], 0 if dCB_halves is None else dCB_halves.shape[0], *strides),
             COMPUTE_DB=compute_dB,
             COMPUTE_DC=compute_dC,

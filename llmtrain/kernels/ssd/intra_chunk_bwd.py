@@ -68,18 +68,8 @@ def intra_chunk_bwd(
     use_tma = all(view is not None for view in views)
     dy, x, after, into = views if use_tma else (dy, x, states.values[1], dx)
     _intra_chunk_bwd[n_groups * blocks, tiles, batch](
-        *(
-            dy,
-            x,
-            bc.B,
-            bc.C,
-            *split_exponents(bc.exponents),
-            D,
-            dA_cumsum,
-            seq_idx,
-            after,
-            split_exponents(states.exponents)[1],
-        ),
+        *(dy, x, bc.B, bc.C, *split_exponents(bc.exponents)),
+        *(D, dA_cumsum, seq_idx, after, split_exponents(states.exponents)[1]),
         *(into, dCB, cb_diagonal, ddA_terms),
         *(seq_len, *strides),
         HEADS_PER_GROUP=n_heads // n_groups,
