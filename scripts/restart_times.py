@@ -101,9 +101,12 @@ def measure(run: subprocess.Popen, run_dir: Path, log: Path, args: argparse.Name
         seconds = time.monotonic() - began
         parts = json.loads((run_dir / "start.json").read_text())["parts"]
         longest = ", ".join(f"{some:.1f} s {name}" for name, some in list(parts.items())[:6])
+        print(
+            f"kill {number + 1}, of rank {rank}, after the save of step {saved}: {seconds:.1f} s ({longest})",
+            flush=True,
+        )
         resumed = re.findall(r"resumed from \S+ \(step (\d+)", log.read_bytes()[read:].decode(errors="replace"))
-        print(f"kill {number + 1}, of rank {rank}: {seconds:.1f} s, step {resumed} of {saved} ({longest})", flush=True)
-        if len(resumed) != 1 or int(resumed[0]) < saved:
+        if [int(step) < saved for step in resumed] != [False]:
             raise ChildProcessError(f"step {saved} was saved, and the ranks went on from {resumed or 'the beginning'}")
         yield seconds
 
