@@ -5,6 +5,7 @@ for a prompt of 1,000 tokens.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class PromptPass:
         self.graph.replay()
         return self.logits
 
-    def record(self, pool: tuple[int, int]) -> None:
+    def record(self, pool: Any) -> None:
         self.forward()  # compiles what this shape needs
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
