@@ -52,11 +52,11 @@ def test_questions_are_drawn_from_all_lengths(tmp_path):
     asked = [f"Repeat {'ab ' * size}{n}" for n in range(60) for size in (1, 4, 9, 16)]
     made = [{"prompt": one, "completion": "Yes."} for one in asked]
     source.write_text("".join(json.dumps(one) + "\n" for one in made))
-    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 64, "workers": 1}
+    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 512, "workers": 1}
     section = PrepareConfig.model_validate(values | {"validation_fraction": 0.8})
     prepare(section, progress=False)
     data, tokenizer = (
-        DataConfig(seq_len=64, prepare=section, mask_documents=True),
+        DataConfig(seq_len=512, prepare=section, mask_documents=True),
         load_tokenizer(f"{tmp_path}/out/tokenizer"),
     )
     found = held_out_questions(data, 24, tokenizer, 60)
