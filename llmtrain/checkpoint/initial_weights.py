@@ -1,15 +1,18 @@
 """The checkpoint that a run takes its first weights from (`init_from`), compared with its model. No torch here."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from llmtrain.checkpoint.base import Checkpoint
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.checkpoint.repository import Repository, silent
 from llmtrain.config.addresses import is_remote
 from llmtrain.config.base import Problem
+from llmtrain.models.pattern import parse_pattern
 from llmtrain.models.sections.experts import ExpertsSection
 from llmtrain.schema.config import Config
 from llmtrain.schema.differences import ABSENT, changes, text
@@ -50,14 +53,14 @@ def initial_problems(config: Config, fresh: bool) -> Iterator[Problem]:
     except CheckpointError as error:
         yield Problem("init_from", path, str(error))
         return
-    yield from _upcycling_problems(config)
+    yield from _upcycling_problems(config, manifest.config["model"])
     for number, pattern in unmatched:
         yield Problem(f"init_from.parameters.{number}", pattern, f"matches no parameter of {checkpoint.address}")
     yield from _mismatches(config, manifest)
 
 
-def _upcycling_problems(config: Config) -> Iterator[Problem]:
-    """Layers of experts that would not compute at first what the dense ones did."""
+def _upcycling_problems(config: Config, dense: Mapping[str, Any]) -> Iterator[Problem]:
+    """Layers of experts that would not compute at first what the dense ones did. dense: the checkpoint's model."""
     wanted = config.init_from
     assert wanted is not None
     if not wanted.upcycle:
@@ -71,12 +74,36 @@ def _upcycling_problems(config: Config) -> Iterator[Problem]:
     if not experts:
         yield Problem("init_from.upcycle", True, "needs a model with experts, and no block has an mlp of type experts")
     for name, mlp in experts.items():
-        router = mlp.router
+        path, router = f"model.blocks.{name}.mlp", mlp.router
         if not router.renormalize and router.type != "top_k_softmax":
             text = "weights whose sum is 1 make copies compute what one did; set true for init_from.upcycle"
-            yield Problem(f"model.blocks.{name}.mlp.router.renormalize", False, text)
-        if router.scale != 1:
-            yield Problem(f"model.blocks.{name}.mlp.router.scale", router.scale, "must be 1 for init_from.upcycle")
+            yield Problem(f"{path}.router.renormalize", False, text)
+        for key, value, plain in (
+            ("router.scale", router.scale, 1),
+            ("router.skip", router.skip, False),
+            ("latent", mlp.latent, None),
+        ):
+            if value != plain:
+                yield Problem(f"{path}.{key}", value, f"must be {json.dumps(plain)} for init_from.upcycle")
+    layers, found = parse_pattern(dense["layers"]), dict[str, Problem]()
+    for layer, before in zip(config.model.layer_list(), layers if wanted.strict else [], strict=False):
+        of_before = dense["blocks"][before.block].get("mlp") or {}
+        if layer.block in experts and of_before.get("type", "experts") != "experts":
+            for problem in _unlike(f"model.blocks.{layer.block}.mlp", experts[layer.block], of_before):
+                found.setdefault(problem.path, problem)
+    yield from found.values()
+
+
+def _unlike(path: str, mlp: ExpertsSection, dense: Mapping[str, Any]) -> Iterator[Problem]:
+    """Settings of a layer's experts with which they are no copies of the checkpoint's MLP. path: of `mlp`."""
+    for key, of_dense in (("activation", "type"), ("d_ff", "d_ff"), ("bias", "bias")):
+        if (found := getattr(mlp, key)) != dense[of_dense]:
+            wanted = json.dumps(dense[of_dense]).strip('"')
+            yield Problem(f"{path}.{key}", found, f"must be {wanted}, as mlp.{of_dense} of the checkpoint of init_from")
+    for key in ("activation_multiplier", "out_multiplier"):
+        if dense.get(key, 1) != 1:
+            text = f"cannot make experts of the checkpoint's MLPs, whose {key} is {dense[key]}; set false"
+            yield Problem("init_from.upcycle", True, text)
 
 
 def _unmatched(wanted: InitialWeights, checkpoint: Checkpoint) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ from llmtrain.checkpoint.save_load import anywhere, flat_state, load_state, stac
 from llmtrain.checkpoint.upcycling import copy_to_experts
 from llmtrain.errors import first_few
 from llmtrain.models.init import clean_name
+from llmtrain.models.slices import local_of
 from llmtrain.schema.init_from import InitialWeights
 
 _STATE = "optimizer.state."
@@ -88,6 +89,9 @@ def load_part(
             tensor, slices = (value.tensor, value.slices) if isinstance(value, DividedTensor) else (value, None)
             d_ff = shapes[f"{name.rpartition('.')[0]}.w_out"][-1]
             copy_to_experts(tensor, slices, whole, name, d_ff, wanted, seed)
+    for name in (name for name in fresh - taken.keys() if ".shared.w_out." in name):
+        value = state[f"model.{name}"]  # what stands beside the copies adds nothing at first
+        (value.local if isinstance(value, DividedTensor) else local_of(value)).zero_()
     taken |= {name: shapes[name] for name in copied}
     if wanted.optimizer:
         # Asking for the state makes one for every parameter, as a step would; what is not loaded goes again.

@@ -23,7 +23,7 @@ class BlockContext:
     """One layer's: its mixer's context, and that of the shared block which feeds it.
 
     replay: in place of `mixer`, for one without a cache of its own that reads on from a cache. losses: those that layers attach,
-    the same object for all; None: layers attach none, or nothing is trained.
+    the same object for all; None: layers attach none and count nothing, or nothing is trained.
     """
 
     mixer: Any

@@ -23,7 +23,7 @@ from llmtrain.models.config import LayerRange, ModelConfig
 from llmtrain.models.context import BlockContext, Context, ContextCache, LayerMixers
 from llmtrain.models.costs import Flops, Work
 from llmtrain.models.init import InitScale, init_weights
-from llmtrain.models.layer_part import parts_of
+from llmtrain.models.layer_part import parts_of, step_sums
 from llmtrain.models.layers import Affine, Embedding, Head, LearnedPositions, Norm, multiplied
 from llmtrain.models.mixers.base import mixers_of
 from llmtrain.models.mixers.shared_attention import SharedAttention, SharedInput
@@ -102,6 +102,7 @@ class HybridLM(nn.Module):
         self.head = None if config.tie_embeddings else Head(config.d_model, config.vocab_size)
         self._contexts = ContextCache()
         self._loss_names = sorted({name for _, part in parts_of(self) for name in part.losses})
+        self._counts = bool(step_sums(self))
         self.losses: AttachedLosses | None = None
         self.sharers: TokenSharers | None = None  # set before a context is made
         self.ranks: TensorRanks | None = None
@@ -258,8 +259,9 @@ class HybridLM(nn.Module):
         return Context(blocks, positions, losses=losses)
 
     def _losses(self, device: torch.device) -> AttachedLosses | None:
-        """Losses that layers attach, the same object for every context on this device; None where there are none."""
-        if self._loss_names and (self.losses is None or self.losses.weight.device != device):
+        """Losses that layers attach, the same object for every context on this device; None where they attach none and count
+        nothing."""
+        if (self._loss_names or self._counts) and (self.losses is None or self.losses.weight.device != device):
             pooled = {part: part.pooling for _, part in parts_of(self) if part.pooling is not None}
             self.losses = AttachedLosses.named(self._loss_names, device, list(pooled.values()), self.sharers)
             for part, counts in zip(pooled, self.losses.counts, strict=True):

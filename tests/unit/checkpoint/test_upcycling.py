@@ -59,7 +59,10 @@ def upcycled(folder: Path, tmp_path: Path, more: Any = None, **settings: Any) ->
     return model, loaded.summary()
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"router": {"type": "top_k_softmax"}}, {"top_k": 1}])
+BESIDE = {"shared": {"type": "relu2", "d_ff": 12, "bias": True}, "shared_gate": True}
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"router": {"type": "top_k_softmax"}}, {"top_k": 1}, BESIDE])
 def test_logits_at_first_are_those_of_the_dense_model(tmp_path, settings):
     dense = saved(dense_config(), tmp_path / "dense")
     model, said = upcycled(tmp_path / "dense", tmp_path, **settings)
@@ -67,8 +70,11 @@ def test_logits_at_first_are_those_of_the_dense_model(tmp_path, settings):
     with torch.no_grad():
         expected, found = (CausalLM(one).eval().logits(tokens) for one in (dense, model))
     assert float((found - expected).norm() / expected.norm()) < 1e-6
-    assert "left fresh, 2 of the model: blocks.0.mlp.router.weight, blocks.1.mlp.router.weight" in said
-    assert "skipped" not in said
+    fresh = "12 of the model" if "shared" in settings else "2 of the model: blocks.0.mlp.router.weight, blocks.1."
+    assert f"left fresh, {fresh}" in said and "skipped" not in said
+    if "shared" in settings:  # and is trained
+        CausalLM(model).loss(tokens, tokens).loss.backward()
+        assert bool(model.get_parameter("blocks.0.mlp.shared.w_out.weight").grad.norm() > 0)
 
 
 def test_copies_may_get_noise(tmp_path):
@@ -100,7 +106,7 @@ def test_a_share_of_each_experts_channels_may_start_fresh(tmp_path, activation):
 def test_rejects_changes_of_copies_that_there_are_not():
     wanted = InitialWeights.model_validate({"path": "x", "upcycle_noise": 0.1, "upcycle_drop": 0.5})
     found: Any = SimpleNamespace(init_from=wanted, model=experts.config())
-    assert [one.path for one in _upcycling_problems(found)] == ["init_from.upcycle_noise", "init_from.upcycle_drop"]
+    assert [one.path for one in _upcycling_problems(found, {})] == ["init_from.upcycle_noise", "init_from.upcycle_drop"]
 
 
 def test_rejects_a_dense_layer_of_another_width(tmp_path):
@@ -109,12 +115,36 @@ def test_rejects_a_dense_layer_of_another_width(tmp_path):
         upcycled(tmp_path / "dense", tmp_path)
 
 
-def test_rejects_routers_whose_weights_do_not_sum_to_one():
-    def found(model: ModelConfig, upcycle: bool = True) -> list[str]:
-        config: Any = SimpleNamespace(init_from=InitialWeights(path="x", upcycle=upcycle), model=model)
-        return [problem.path for problem in _upcycling_problems(config)]
+def problems(model: ModelConfig, dense: ModelConfig | None = None, **more: Any) -> list[str]:
+    wanted = InitialWeights.model_validate({"path": "x", "upcycle": True, **more})
+    config: Any = SimpleNamespace(init_from=wanted, model=model)
+    found = _upcycling_problems(config, (dense or dense_config()).model_dump(mode="json"))
+    return [f"{problem.path}: {problem.message}" for problem in found]
 
-    odd = {"renormalize": False, "scale": 2.5}
-    paths = [f"model.blocks.{name}.mlp.router.{key}" for name in "am" for key in ("renormalize", "scale")]
-    assert found(experts.config(router=odd)) == paths and not found(experts.config(router=odd), upcycle=False)
-    assert not found(experts.config()) and found(dense_config()) == ["init_from.upcycle"]
+
+def test_rejects_layers_that_would_not_compute_what_the_dense_ones_did():
+    """Of the experts each setting, at its own path, once for all layers of a block."""
+    plain, biased = {"bias": True}, experts.config(bias=True)
+    assert not problems(biased) and problems(biased, upcycle=False) == []
+    for settings, path in (
+        ({"router": {"renormalize": False}}, "router.renormalize"),
+        ({"router": {"scale": 2.5}}, "router.scale"),
+        ({"router": {"skip": True}, "top_k": 1}, "router.skip"),
+        ({"latent": 16}, "latent"),
+        ({"activation": "gelu"}, "activation"),
+        ({"bias": False}, "bias"),
+    ):
+        found = [one.partition(":")[0] for one in problems(experts.config(**plain | settings))]
+        assert found == [f"model.blocks.{name}.mlp.{path}" for name in "am"], settings
+    text = "model.blocks.a.mlp.d_ff: must be 32, as mlp.d_ff of the checkpoint of init_from"
+    assert problems(biased, dense_config(d_ff=32))[0] == text
+    assert not problems(biased, dense_config(d_ff=32), strict=False)
+    (name,) = [one.partition(":")[0] for one in problems(dense_config())]
+    assert name == "init_from.upcycle"
+
+
+def test_rejects_dense_layers_with_factors_that_experts_have_not():
+    dense = dense_config().model_dump(mode="json")
+    dense["blocks"]["a"]["mlp"]["out_multiplier"] = 0.5
+    (found,) = problems(experts.config(bias=True), ModelConfig.model_validate(dense))
+    assert found.startswith("init_from.upcycle: cannot make experts") and "out_multiplier is 0.5" in found

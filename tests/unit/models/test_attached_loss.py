@@ -142,6 +142,18 @@ def test_a_model_without_losses_has_none():
     assert dense.context(torch.zeros(1, 4, dtype=torch.int64)).losses is None and not step_sums(dense)
 
 
+def test_layers_without_a_loss_count_their_tokens():
+    """By which `bias_rate` balances them."""
+    model = experts.build(router=experts.BIASED, balance={"weight": 0.0})
+    ids = torch.arange(12)[None]
+    model.loss(ids, ids).loss.backward()
+    layers: Any = [block.mlp for block in list(model.hybrid.blocks)[:2]]
+    assert [float(layer.load.sum()) for layer in layers] == [24, 24]  # each of two experts
+    for layer in layers:
+        layer.after_step()
+        assert layer.choice_bias.any() and not any(value.isnan() for value in layer.metrics().values())
+
+
 def test_the_router_stays_fp32_and_is_decayed_and_counted():
     model = experts.build()
     model.hybrid.cast(torch.bfloat16)
