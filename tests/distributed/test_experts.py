@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from llmtrain.models.feed_forward import routers
+from llmtrain.schema.config import Config
 from llmtrain.train.report.loggers import read_metrics
 from tests.distributed.test_context_parallel import EXACT, assert_exact, assert_same_run
 from tests.distributed.test_gradients import ONE_STEP, assert_same_step, one_step, plain_step
 from tests.distributed.test_muon import plain, sharded
 from tests.distributed.test_tensor_parallel import move
-from tests.support.runs import read_tensors, train
+from tests.support.runs import Run, read_tensors, train
 from tests.support.shared_sequences import Case, differences
 from tests.support.tiny import tiny_config
 
@@ -242,7 +243,8 @@ def test_upcycled_experts_are_those_of_one_rank(ranks, shards, tmp_path):
     dense = steps | {"model.blocks": {"m": block | {"mlp": {"type": "swiglu", "d_ff": 24}}}}
     ranks(1).run(train, tiny_config(shards, tmp_path / "dense", dense))
     wanted = {"path": str(tmp_path / "dense"), "upcycle": True, "upcycle_noise": 0.1, "upcycle_drop": 0.5}
-    changes = steps | {"model.blocks": {"m": block | {"mlp": experts(BALANCED)}}, "init_from": wanted}
+    beside = {"shared": {"d_ff": 8}, "shared_gate": True}  # adds nothing at first
+    changes = steps | {"model.blocks": {"m": block | {"mlp": experts(BALANCED, beside)}}, "init_from": wanted}
     whole = ranks(1).run(train, tiny_config(shards, tmp_path / "whole", changes))[0]
     stages = {"stages of two layers and of one": (2, {"train.parallel": {"pipeline": 2}})}
     for name, (size, layout) in ({one: LAYOUTS[one] for one in ("experts", "shards")} | stages).items():
@@ -295,6 +297,47 @@ def test_compiled_layers_keep_their_losses_and_counts_beside_the_exchange(ranks,
     """Of which nothing depends but gradients."""
     for one, (loss, gradient, name) in zip(cases, ranks(2).run(differences_compiled, cases)[0], strict=True):
         assert loss < EXACT and gradient < EXACT, (one, loss, gradient, name)
+
+
+COMPILED_RUNS: dict[str, dict[str, Any]] = {
+    "balance over the step": {"mlp": experts(BESIDE, balance={"weight": 0.5, "tokens": "step"})},
+    "capacity": {"mlp": experts(BALANCED, capacity=0.7)},
+    "biases alone": {"mlp": experts(UNBALANCED, router={"type": "sigmoid", "choice_bias": True, "bias_rate": 0.1})},
+    "float8": {
+        "mlp": experts(BALANCED, d_ff=32),
+        "train": {"float8": {"experts": True, "emulate": True}, "precision": "amp_bf16"},
+    },
+    "adapters": {"mlp": experts(BALANCED), "adapt": {"lora": {"rank": 2, "targets": ["*.experts.*"]}}},
+}
+
+
+def train_compiled(config: Config) -> Run:
+    """A job: `train` with layers that AOTAutograd compiles."""
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        return train(config)
+
+
+@pytest.mark.parametrize(
+    "kind", [one if one == "biases alone" else pytest.param(one, marks=CI) for one in COMPILED_RUNS]
+)
+def test_compiled_runs_have_the_losses_of_uncompiled_ones(ranks, shards, tmp_path, kind):
+    """And their checkpoints the same biases, of which those that a rate moves are not 0."""
+    case = COMPILED_RUNS[kind]
+    changes = {"model.blocks": {"m": MIXTURE["model.blocks"]["m"] | {"mlp": case["mlp"]}}, "model.layers": "m m"}
+    changes |= {"train.duration": "4 steps", "train.microbatch_size": 2, "train.parallel": {"expert": 2}}
+    changes |= {f"train.{name}": value for name, value in case.get("train", {}).items()}
+    changes |= {"adapt": case["adapt"]} if "adapt" in case else {}
+    found = []
+    for compile, job in (("off", train), ("on", train_compiled)):
+        config = tiny_config(shards, tmp_path / compile, changes | {"train.compile": compile})
+        losses = ranks(2).run(job, config)[0].losses
+        tensors = read_tensors(tmp_path / compile / "checkpoints" / "step-00000004")
+        found.append((losses, {name: one for name, one in tensors.items() if name.endswith("choice_bias")}))
+    (eager, biases), (compiled, same) = found
+    assert len(eager) == 4 and compiled == pytest.approx(eager, rel=1e-5)
+    assert bool(biases) == (kind == "biases alone")
+    assert all(one.any() and torch.equal(one, same[name]) for name, one in biases.items())
 
 
 @SLOW

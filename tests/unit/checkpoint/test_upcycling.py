@@ -26,10 +26,10 @@ from tests.support.tiny import tiny_config
 SAVE_ID = "00000000-0000-4000-8000-000000000000"
 
 
-def dense_config(kind: str = "relu2", d_ff: int = 24) -> ModelConfig:
+def dense_config(kind: str = "relu2", d_ff: int = 24, **more: Any) -> ModelConfig:
     plain = experts.config().model_dump()
     for name in ("a", "m"):
-        plain["blocks"][name]["mlp"] = {"type": kind, "d_ff": d_ff, "bias": True}
+        plain["blocks"][name]["mlp"] = {"type": kind, "d_ff": d_ff, "bias": True, **more}
     return ModelConfig.model_validate(plain)
 
 
@@ -144,7 +144,5 @@ def test_rejects_layers_that_would_not_compute_what_the_dense_ones_did():
 
 
 def test_rejects_dense_layers_with_factors_that_experts_have_not():
-    dense = dense_config().model_dump(mode="json")
-    dense["blocks"]["a"]["mlp"]["out_multiplier"] = 0.5
-    (found,) = problems(experts.config(bias=True), ModelConfig.model_validate(dense))
+    (found,) = problems(experts.config(bias=True), dense_config(out_multiplier=0.5))
     assert found.startswith("init_from.upcycle: cannot make experts") and "out_multiplier is 0.5" in found
