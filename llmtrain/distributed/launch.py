@@ -23,6 +23,8 @@ _EXIT_SECONDS = 10.0
 """Time for the ranks to end once they have saved, or one has died."""
 _ALONE_SECONDS = 30.0
 """Time for which ranks may go on without one that ended with status 0, and was not done."""
+_LINES = 20
+"""Lines of a failed rank's log that are shown."""
 
 
 def launch(
@@ -192,13 +194,22 @@ def _report(failed: dict[int, int], logs: Path, earlier: list[int]) -> int:
             with contextlib.suppress(OSError):  # the run's folder is gone, say, which may be the cause
                 output = (logs / f"rank{rank}.txt").read_bytes()[earlier[rank] :].decode(errors="replace").strip()
         if output:
-            log.error("\n".join(output.splitlines()[-20:]))
+            log.error("\n".join(_ending(output.splitlines())))
         elif rank and rank not in killed:
             log.error(
                 f"rank {rank} ended with status {failed[rank]}, and {logs}/rank{rank}.txt has no reason: is its disk full?"
             )
     status = next(iter((killed or failed).values()))
     return 128 - status if status < 0 else status
+
+
+def _ending(lines: list[str]) -> list[str]:
+    """The end of a log; of one that ends with Python's report of a fault in C code, where that was, and not what it lies in."""
+    faults = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    for number in range(faults[-1], len(lines)) if faults else ():
+        if lines[number].startswith("Current thread "):
+            return [lines[faults[-1]], *lines[number : number + _LINES - 1]]
+    return lines[-_LINES:]
 
 
 def _stop(ranks: list[subprocess.Popen], sign: signal.Signals, seconds: float) -> list[int]:

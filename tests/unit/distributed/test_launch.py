@@ -122,6 +122,23 @@ elif {done}:
         assert ("rank 1 ended with status 0 before the end of the run" in said) is not done, said
 
 
+FAULT = """
+import faulthandler, os, signal, sys, threading, time
+faulthandler.enable()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def innermost(): os.kill(os.getpid(), signal.SIGSEGV)
+def around(depth): around(depth - 1) if depth else innermost()
+around(40) if os.environ["RANK"] == "1" else time.sleep(60)
+"""
+
+
+def test_a_fault_in_c_code_is_shown_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert launch([sys.executable, "-c", FAULT], 2, str(tmp_path)) == 128 + signal.SIGSEGV
+    killed, fault, thread, first, second, *_ = capfd.readouterr().err.splitlines()
+    assert killed.startswith("rank 1 was killed by SIGSEGV") and fault == "Fatal Python error: Segmentation fault"
+    assert thread.startswith("Current thread ") and first.endswith("in innermost") and second.endswith("in around")
+
+
 def test_a_log_keeps_what_earlier_attempts_wrote_and_no_earlier_run(tmp_path: Path):
     for run in range(2):
         for attempt in range(2):
