@@ -232,4 +232,8 @@ def _kill(ranks: list[subprocess.Popen]) -> None:
     for rank in ranks:
         rank.kill()
     for rank in ranks:
-        rank.wait()
+        try:
+            rank.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.error(f"process {rank.pid} was killed and does not end: a device or a file system does not answer it")
+            rank.wait()

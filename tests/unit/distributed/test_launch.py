@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.distributed.early_ranks import EarlyRanks
-from llmtrain.distributed.launch import launch
+from llmtrain.distributed.launch import _kill, launch
 from llmtrain.distributed.processes import LAUNCHER as LAUNCHER_VARIABLE
 from llmtrain.distributed.processes import start_time
 
@@ -225,6 +225,26 @@ def test_ranks_do_not_wait_for_one_that_dies_as_it_saves(tmp_path: Path, capfd: 
         "rank 0 had not ended 0.5 s after that: killed; what was trained since the newest checkpoint"
     )
     assert not any(alive(pid) for pid in ranks)
+
+
+class Stuck:
+    """A process that waits in the kernel, and so ends long after it was killed."""
+
+    pid, waited = 12, 0
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, seconds: float | None = None) -> None:
+        self.waited += 1
+        if seconds is not None:
+            raise subprocess.TimeoutExpired("rank", seconds)
+
+
+def test_a_killed_process_that_does_not_end_is_named(capfd: pytest.CaptureFixture[str]):
+    _kill([stuck := Stuck()])  # type: ignore[list-item]
+    assert stuck.waited == 2
+    assert capfd.readouterr().err.startswith("process 12 was killed and does not end: a device or a file system")
 
 
 LISTENS = """
