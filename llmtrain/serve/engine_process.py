@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from llmtrain.errors import RunError, signal_name
 from llmtrain.generate.engine import Engine
 from llmtrain.generate.request import Request, Token
 from llmtrain.serve.worker import Worker
@@ -38,7 +39,8 @@ def front(listening: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], C
 
 
 def answer(engine: Engine, process: subprocess.Popen[bytes], connection: Connection, setup: Any) -> int:
-    """Answer the front's requests until it ends. setup: what `front.main` takes. Returns its exit status."""
+    """Answer the front's requests until it ends. setup: what `front.main` takes. Returns its exit status. Raises RunError
+    where a signal has ended it."""
     pipe = EnginePipe(engine, connection)
     before = {
         number: signal.signal(number, lambda number, frame: process.send_signal(number))
@@ -47,7 +49,10 @@ def answer(engine: Engine, process: subprocess.Popen[bytes], connection: Connect
     try:
         connection.send((pipe.worker.sizes, pipe.worker.state, setup))
         pipe.run()
-        return process.wait()
+        status = process.wait()
+        if status < 0:
+            raise RunError(f"the process that speaks HTTP was ended by {signal_name(-status)}")
+        return status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

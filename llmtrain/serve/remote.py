@@ -84,6 +84,7 @@ class RemoteEngine(threading.Thread):
         self.stepped()
         if not (self._stopping or self.failure):
             self.failure = "its process has ended"
+            log.error("the engine's process has ended, and with it this server")
             self.lost()
 
     def _take(self, number: int, token: Token) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -237,3 +238,17 @@ def test_a_second_signal_ends_what_runs(model):
         status, rest = ended(process)
     assert status == 130 and "Traceback" not in rest
     assert "the engine failed or was ended" in events[-1]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("killed", ["engine", "front"])
+def test_each_process_of_a_server_ends_with_the_other(model, killed):
+    with serving(model) as (process, _):
+        (front,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid if killed == "engine" else int(front), signal.SIGKILL)
+        status, rest = ended(process)  # once neither process writes any more
+    assert "Traceback" not in rest
+    if killed == "engine":
+        assert status == -signal.SIGKILL and "the engine's process has ended, and with it this server" in rest
+    else:
+        assert status == 1 and rest.endswith("the process that speaks HTTP was ended by SIGKILL\n")
