@@ -274,3 +274,24 @@ def test_in_narrow_formats_a_run_is_close_to_that_of_one_rank(ranks, shards, tmp
     for run in runs[1:]:
         assert run.losses == pytest.approx(runs[0].losses, rel=2e-3)
         assert run.validation == pytest.approx(runs[0].validation, rel=2e-3)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_narrow_formats_only_what_several_stages_hold_is_rounded_otherwise(ranks, shards, tmp_path, tied):
+    """One rank adds up the uses of such a weight in bf16, stages in fp32. All else is bit-equal, scales of float8 included."""
+    block = {"type": "attention", "n_heads": 2, "position": {"type": "rotary"}, "mlp": {"type": "swiglu", "d_ff": 64}}
+    changes = EIGHT | {"model.blocks": {"a": block}, "model.layers": "a*4", "model.tie_embeddings": tied}
+    changes |= {"train.precision": "amp_bf16", "train.float8": {"emulate": True, "small_products": True}}
+    changes |= {"train.clip_grad_norm": None, "train.duration": "1 steps", "schedule": {"type": "constant"}}
+    # Momentum from zeros: of each gradient.
+    held = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        ranks(size).run(train, tiny_config(shards, folder, changes | {"train.parallel.pipeline": size}))
+        [step] = (folder / "checkpoints").glob("step-*")
+        held.append({name: value for name, value in read_tensors(step).items() if "exp_avg" in name})
+    one, two = held
+    assert one and one.keys() == two.keys()
+    differ = {name for name in one if not torch.equal(one[name], two[name])}
+    assert {"embed" in name for name in differ} == ({True} if tied else set())
