@@ -11,7 +11,7 @@ from tests.support.ranks import Ranks
 
 def cannot_use_cuda() -> bool:
     """Whether CUDA would say "Cannot re-initialize CUDA in forked subprocess" here."""
-    return torch.cuda._is_in_bad_fork()  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.cuda._is_in_bad_fork()
 
 
 @pytest.fixture

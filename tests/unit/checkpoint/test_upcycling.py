@@ -74,7 +74,8 @@ def test_logits_at_first_are_those_of_the_dense_model(tmp_path, settings):
     assert f"left fresh, {fresh}" in said and "skipped" not in said
     if "shared" in settings:  # and is trained
         CausalLM(model).loss(tokens, tokens).loss.backward()
-        assert bool(model.get_parameter("blocks.0.mlp.shared.w_out.weight").grad.norm() > 0)
+        gradient = model.get_parameter("blocks.0.mlp.shared.w_out.weight").grad
+        assert gradient is not None and gradient.any()
 
 
 def test_copies_may_get_noise(tmp_path):
@@ -124,7 +125,8 @@ def problems(model: ModelConfig, dense: ModelConfig | None = None, **more: Any) 
 
 def test_rejects_layers_that_would_not_compute_what_the_dense_ones_did():
     """Of the experts each setting, at its own path, once for all layers of a block."""
-    plain, biased = {"bias": True}, experts.config(bias=True)
+    plain: dict[str, Any] = {"bias": True}
+    biased = experts.config(bias=True)
     assert not problems(biased) and problems(biased, upcycle=False) == []
     for settings, path in (
         ({"router": {"renormalize": False}}, "router.renormalize"),
