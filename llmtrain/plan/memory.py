@@ -20,15 +20,16 @@ fp32):
     float8       weights that FSDP2 gathers in float8 take 1 byte there in place of b, and so does the input of a product in float8
                  among the activations; attention's output, of which its backward pass wants the numbers in b bytes, takes both.
                  Of experts one matrix of a layer is in 1 byte beside that in b bytes, for a while
-    activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less), counted by each block's
-                 section (saved_bytes), as compiled blocks with fused attention keep it; with checkpointing, what is kept plus one
-                 layer's worth in full. Ranks that share sequences (train.parallel.context) keep those of their tokens, what a block
-                 computes beside them (kept_in_segments), and of the others what it gathers (gathered_bytes); ranks that share
-                 layers (train.parallel.tensor), their part, and the whole inputs of mixer and MLP. And what a layer's backward pass
-                 takes for a while, whatever the batch (workspace_bytes), of the layer that takes the most
+    activations  what autograd keeps of one microbatch if all is trained (frozen weights keep less; layers below the first trained
+                 one, none), counted by each block's section (saved_bytes), as compiled blocks with fused attention keep it; with
+                 checkpointing, what is kept plus one layer's worth in full. Ranks that share sequences (train.parallel.context)
+                 keep those of their tokens, what a block computes beside them (kept_in_segments), and of the others what it gathers
+                 (gathered_bytes); ranks that share layers (train.parallel.tensor), their part, and the whole inputs of mixer and
+                 MLP. And what a layer's backward pass takes for a while, whatever the batch (workspace_bytes), of the layer that
+                 takes the most
                  A stage of a pipeline (train.parallel.pipeline) holds its own layers, and the activations of as many microbatches
-                 as are under way in it: N of the first of N stages, 1 of the last; and what it received of each. The estimate is
-                 of the stage that takes the most
+                 as are under way in it: N of the first of N stages, 1 of the last; and what it received of each. The estimate is of
+                 the stage that takes the most
     loss         logits and their gradient (plain: of all tokens, chunked: of one chunk), and for chunked the fp32
                  gradient of the head's weights, if they are trained
 
@@ -89,6 +90,8 @@ class ParameterSizes:
     """Of the frozen, those in 4 bits (adapt.base: nf4), of which every rank has all."""
     frozen_head: bool = False
     """The weights of the logits are not trained, be they the head's or the embedding's."""
+    below: int = 0
+    """Layers below the first trained one, which keep nothing for a backward pass."""
     rollout_row: int = 0
     """Bytes of keys, values and states for each answer that a rank draws at a time."""
     stages: tuple[StageSizes, ...] = ()
@@ -203,7 +206,8 @@ def _of_layers(config: Config, sizes: ParameterSizes, world_size: int, layers: _
     reduced = 2 if train.sharding.reduce_dtype == "bf16" else 4
     gradients = max(sizes.trained - sizes.elsewhere, 0) if once_a_step else -(-sizes.trained // shards)
     of_float8 = sizes if train.float8 is not None else ParameterSizes(0, 0, 0)
-    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside, layers)
+    below = sizes.below if layers.ends and not layers.receives else 0
+    activations = _activations(config, width, of_float8.float8_inputs, of_float8.float8_beside, layers, below)
     activations += of_float8.float8_copy
     loss = _loss(config, width, head_gradient=not sizes.frozen_head) if layers.ends else 0
     optimizer = -(-optimizer_bytes(config.optimizer, sizes) // shards)
@@ -290,7 +294,9 @@ def routed_bytes(config: Config) -> float:
     return 2 * channels * width * tokens * (parallel.expert - 1) / parallel.expert / parallel.pipeline
 
 
-def _activations(config: Config, width: int, float8_inputs: int, float8_beside: int, layers: _Layers) -> int:
+def _activations(
+    config: Config, width: int, float8_inputs: int, float8_beside: int, layers: _Layers, below: int
+) -> int:
     model, checkpointing = config.model, config.train.activation_checkpointing
     residual = width * model.d_model
     seq_len, context = config.data.seq_len, config.train.parallel.context
@@ -321,7 +327,7 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
         saved = saved_by(model.blocks[layer.block])
         per_layer.append(saved + saved_by(model.blocks[layer.shared]) if layer.shared else saved)
     kept = 0.0
-    for index, saved in enumerate(per_layer):
+    for index, saved in list(enumerate(per_layer))[below:]:
         if checkpointing.fraction is not None:
             kept += residual / tensor + checkpointing.fraction * (saved.everything - residual / tensor)
         elif not checkpointing.recomputes(index):
@@ -331,7 +337,8 @@ def _activations(config: Config, width: int, float8_inputs: int, float8_beside: 
             kept += results.get(checkpointing.type, 0) + (0 if checkpointing.offload else residual / tensor)
             kept += width * model.carried_width / tensor
     if checkpointing.type in ("none", "auto", "budget"):
-        kept -= ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
+        narrower = ((width - 1) * float8_inputs - width * float8_beside) * (checkpointing.fraction or 1)
+        kept -= narrower * (1 - below / len(per_layer))
     recomputed = max(saved.everything for saved in per_layer) if checkpointing.type not in ("none", "auto") else 0
     # The embedding's output, and the final norm's input and output; of inputs in host memory that of the next layer. Of a stage its
     # input, and gradients of both ends.

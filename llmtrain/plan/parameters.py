@@ -259,6 +259,7 @@ def _sizes(model: HybridLM, config: Config) -> ParameterSizes:
         largest_trained=largest_trained if frozen else 0,
         narrow=narrow,
         frozen_head=model.ends and not model.head_weight.requires_grad,
+        below=min(model.layers_with_backward(), default=len(layers)) if model.is_whole else 0,
     )
 
 

@@ -348,3 +348,17 @@ def test_frozen_weights_are_not_copied_on_one_rank(tmp_path: Path):
         copied, gathered = (policy(tmp_path, weights, **adapt) for weights in ("copied", "gathered"))
         more = estimate_memory(*copied, ranks).rollouts - estimate_memory(*gathered, ranks).rollouts
         assert more == 2 * getattr(copied[1], of)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_layers_below_the_first_trained_one_keep_nothing(recomputed: bool):
+    kind = "full" if recomputed else "none"
+
+    def activations(pattern: str) -> int:
+        adapt = f"adapt={{lora: {{rank: 4, targets: ['{pattern}']}}}}"
+        found = config(adapt, "init_from=x", "train.microbatch_size=1", f"train.activation_checkpointing.type={kind}")
+        return estimate_memory(found, parameter_sizes(found), 1).activations
+
+    whole, middle, last = (activations(f"blocks.{first}.*") for first in (0, 12, 23))
+    assert whole > middle > last and (whole - last) * 12 == pytest.approx((whole - middle) * 23)
+    assert activations("embed") == whole
