@@ -34,6 +34,11 @@ def continued(config: Config, checkpoint: Checkpoint) -> Config:
     return config.model_copy(update={"data": data})
 
 
+def restarts_in_place() -> bool:
+    """True in a rank that our launcher starts again after a failure."""
+    return LAUNCHER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def download_newest_checkpoint(config: Config, launch: str | None, progress: bool) -> str | None:
     """Download the newest checkpoint of `checkpoint.remote` if it is newer than the newest good one here. Every rank calls
     this. launch: see fetch.fetch_newest. Returns the save_id of the newest checkpoint here if its hashes were verified on
@@ -43,7 +48,6 @@ def download_newest_checkpoint(config: Config, launch: str | None, progress: boo
     from llmtrain.checkpoint.fetch import fetch_newest
 
     root, verify = Path(config.run_dir) / "checkpoints", config.checkpoint.verify
-    in_place = LAUNCHER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return fetch_newest(
         config.checkpoint.remote,
         root,
@@ -51,7 +55,7 @@ def download_newest_checkpoint(config: Config, launch: str | None, progress: boo
         verify=verify,
         notify=log.info,
         progress=progress,
-        in_place=in_place,
+        in_place=restarts_in_place(),
     ).verified
 
 

@@ -42,6 +42,7 @@ from llmtrain.train.resume import (
     download_initial_weights,
     download_newest_checkpoint,
     refuse_used_remote,
+    restarts_in_place,
 )
 
 _SECONDS_FOR_THE_LAUNCHER = 3.0
@@ -156,6 +157,10 @@ def _refuse_missing_gpus(world: World) -> None:
 
 def _prepare_data(config: Config, world: World) -> None:
     if config.data.prepare is not None:
+        from llmtrain.data.partitions.prepared_folder import is_prepared
+
+        if restarts_in_place() and is_prepared(config.data.prepare):
+            return  # the sources, which may be many files, were compared when the run began
         from llmtrain.data.prepare_streams import prepare_all
 
         # Every rank calls this; the first to take the lock works, the others wait and find the shards.

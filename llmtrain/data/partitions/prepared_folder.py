@@ -200,6 +200,12 @@ def read_manifest(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise PrepareError(f"{file}: {error}; make the folder anew with --overwrite") from error
 
 
+def is_prepared(config: PrepareConfig) -> bool:
+    """True if the folder, or that of each stream, is finished. Its sources are not compared. Raises as read_manifest."""
+    out = Path(config.out).expanduser()
+    return all(read_manifest(out / name) is not None for name in config.streams or [""])
+
+
 def find_reusable(out: Path, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The manifest if `out` was made from these inputs; None if `out` does not exist or is to be replaced.
 
