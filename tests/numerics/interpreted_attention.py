@@ -11,7 +11,7 @@ import torch
 
 from llmtrain.kernels import registry
 from llmtrain.kernels.attention import triton as kernels
-from llmtrain.kernels.attention import triton_call
+from llmtrain.kernels.attention import triton_call, triton_select
 from llmtrain.kernels.attention.documents import documents
 from llmtrain.kernels.attention.reference import ReferenceAttention
 from llmtrain.kernels.attention.spec import AttentionSpec
@@ -77,8 +77,8 @@ def test_tiles_through_descriptors(case, part, monkeypatch, described):
     assert_agree(case, 2, 64)
     assert described == [16, 16, 16, 16, 32, 32]
     described.clear()
-    assert_agree(case, 2, 45)  # not in whole tiles: by pointers
-    assert not described
+    assert_agree(case, 2, 45)  # the last tile of a sequence has rows of the next one, or lies beyond them all
+    assert described == [16, 16, 16, 16, 32, 32]
 
 
 def test_a_padded_part_does_not_see_the_head_beside_it(monkeypatch, described):
@@ -196,7 +196,11 @@ def test_the_backend_agrees_with_the_reference():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
-def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole(packed, monkeypatch):
+@pytest.mark.parametrize("tma, length", [(False, kernels.WHOLE), (True, 37)], ids=["by pointers", "by TMA"])
+def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole_unless_tma_loads_them(tma, length, packed, monkeypatch):
+    launch = Launch(32, 16, 4, 1, use_tma=tma)
+    for module in (triton_call, triton_select):
+        monkeypatch.setattr(module, "choose", lambda *_: launch)
     spec = AttentionSpec(4, 2, 32, 0.3, alibi_max_bias=8.0, sliding_window=20, documents=packed, dtype="float32")
     leaves = [t.detach().requires_grad_() for t in attention.inputs(CASES["gqa"], 2, 37, torch.float32)]
     ids = Case(packed=(20, 9, 5)).ids(2, 37) if packed else None
@@ -207,7 +211,7 @@ def test_on_a_gpu_tokens_are_added_until_all_tiles_are_whole(packed, monkeypatch
     for kernel in both:
         out = kernel(*leaves, kernel.prepare(37, torch.device("cpu"), ids))
         found.append((out, *torch.autograd.grad(out, leaves, upstream)))
-    assert lengths == [kernels.WHOLE]
+    assert lengths == [length]
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
 

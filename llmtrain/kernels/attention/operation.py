@@ -11,6 +11,7 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.kernels import operation as base
 from llmtrain.kernels.attention.spec import AttentionSpec
+from llmtrain.kernels.attention.triton_select import variant_name
 from llmtrain.kernels.operation import DOCUMENT, Draw, Function, Operation, Shape, Work
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -196,13 +197,8 @@ def features(spec: AttentionSpec) -> str:
 
 def variant_of(spec: AttentionSpec) -> str:
     """Name of a spec's features, as the kernels ask for rows."""
-    named = {
-        "alibi": spec.alibi_max_bias is not None,
-        "documents": spec.documents,
-        "softcap": spec.softcap is not None,
-        "window": spec.sliding_window is not None,
-    }
-    return "+".join(name for name, has in named.items() if has) or "plain"
+    given = (spec.alibi_max_bias, spec.documents or None, spec.softcap, spec.sliding_window)
+    return variant_name(*(value is not None for value in given))
 
 
 OPERATION = Attention()

@@ -15,6 +15,7 @@ from llmtrain.kernels.attention.documents import Documents, documents
 from llmtrain.kernels.attention.spec import AttentionSpec
 from llmtrain.kernels.attention.step import Slopes
 from llmtrain.kernels.attention.triton_call import Call
+from llmtrain.kernels.attention.triton_select import takes_any_length, variant_name
 from llmtrain.kernels.operators import call, operator, register_autograd
 from llmtrain.kernels.platform import Platform
 
@@ -24,10 +25,11 @@ WHOLE = 128
 
 @dataclass(frozen=True)
 class TritonContext:
-    """slopes: ALiBi's, [n_heads] in fp32. packed: documents that must not see each other."""
+    """slopes: ALiBi's, [n_heads] in fp32. packed: documents that must not see each other. added: tokens to a sequence."""
 
     slopes: Tensor | None
     packed: Documents | None
+    added: int = 0
 
 
 def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
@@ -35,24 +37,34 @@ def build(spec: AttentionSpec, platform: Platform, variant: str) -> Any:
 
 
 class TritonAttention:
-    """Attention of whole tiles: where T is not a multiple of WHOLE, on GPUs, tokens are added at the end, which no other sees.
-    Tiles with an edge are not loaded by TMA, and take two to four times as long."""
+    """Attention of whole tiles: where T is not a multiple of WHOLE, on GPUs, tokens are added at the end, which no other sees,
+    unless TMA loads all tiles: others with an edge take two to four times as long."""
 
     def __init__(self, spec: AttentionSpec, platform: Platform):
-        self.spec, self.slopes = spec, Slopes(spec)
-        self.multiple = 1 if platform.vendor == "cpu" else WHOLE
+        self.spec, self.slopes, self.platform = spec, Slopes(spec), platform
+
+    def _added(self, seq_len: int, packed: bool) -> int:
+        """Tokens that a sequence lacks of whole tiles, where it is to have them."""
+        spec, added = self.spec, -seq_len % WHOLE
+        if not added or self.platform.vendor == "cpu":
+            return 0
+        reach = min(spec.sliding_window or seq_len, seq_len)
+        variant = variant_name(spec.alibi_max_bias is not None, packed, spec.softcap is not None, reach < seq_len)
+        shape = (spec.head_dim, spec.dtype, self.platform, reach, variant, spec.n_heads > spec.n_kv_heads)
+        return 0 if takes_any_length(*shape, spec.value_dim) else added
 
     def prepare(self, seq_len: int, device: torch.device, ids: Tensor | None = None) -> TritonContext:
         """ids: [batch, T], the document of each token of a packed batch (see documents.py); None: one document per sequence."""
-        if ids is not None and (added := -seq_len % self.multiple):
+        added = self._added(seq_len, ids is not None)
+        if ids is not None and added:
             ids = F.pad(ids, (0, added), value=-1)
-        return TritonContext(self.slopes.on(device), None if ids is None else documents(ids))
+        return TritonContext(self.slopes.on(device), None if ids is None else documents(ids), added)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: TritonContext, sinks: Tensor | None = None) -> Tensor:
         """q: [batch, T, n_heads, head_dim]; k: [batch, T, n_kv_heads, head_dim]; v: [batch, T, n_kv_heads, width]; sinks: [n_heads]
         -> [batch, T, n_heads, width], contiguous within a sequence."""
         spec, packed, seq_len = self.spec, context.packed, q.shape[1]
-        if added := -seq_len % self.multiple:
+        if added := context.added:
             q, k, v = (F.pad(t, (0, 0, 0, 0, 0, added)) for t in (q, k, v))
         out, _ = attend(
             q, k, v, spec.scale, window=spec.sliding_window, softcap=spec.softcap, slopes=context.slopes, packed=packed,

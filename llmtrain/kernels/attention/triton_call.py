@@ -13,7 +13,14 @@ from llmtrain.kernels.attention.sum_groups import sum_groups
 from llmtrain.kernels.attention.triton_backward import attention_dkdv, attention_dq
 from llmtrain.kernels.attention.triton_forward import attention_forward
 from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
-from llmtrain.kernels.attention.triton_select import LOG2_E, MIXED, choose, choose_stored, pairs_in_flight
+from llmtrain.kernels.attention.triton_select import (
+    LOG2_E,
+    MIXED,
+    choose,
+    choose_stored,
+    pairs_in_flight,
+    variant_name,
+)
 from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.launch import Descriptor, cdiv
 from llmtrain.kernels.platform import DTYPES, Platform
@@ -61,7 +68,10 @@ class Call:
         self.platform = platform or _platform_of(q.device)
         dtype = _DTYPES[q.dtype]
         reach = self.seq_len if self.window is None else self.window
-        self.selection, self.variant = (self.head_dim, dtype, self.platform, reach), self._variant()
+        self.selection = (self.head_dim, dtype, self.platform, reach)
+        self.variant = variant_name(
+            slopes is not None, starts is not None, softcap is not None, reach < self.seq_len, causal
+        )
         self.fixed = launches or {}
         assert starts is None or (starts.shape == (self.batch, self.seq_len) and starts.is_contiguous())
 
@@ -79,7 +89,9 @@ class Call:
         lse = q.new_empty((self.batch, self.n_heads, self.seq_len), dtype=torch.float32)
         if use_tma:
             k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
+        grid, sizes, fixed = self._launch(
+            launch, launch.block_m, launch.block_n, use_tma, masked=use_tma and self.causal
+        )
         attention_forward[grid](
             q, k, v, out, lse, self.slopes, self.sinks, self.starts, self.ends, *self.strides, *sizes, **fixed,
         )  # fmt: skip
@@ -130,7 +142,9 @@ class Call:
         launch, use_tma = self._choose_launch("dq", k, v)
         if use_tma:
             k, v = (self._descriptor(t, launch.block_n, launch) for t in (k, v))
-        grid, sizes, fixed = self._launch(launch, launch.block_m, launch.block_n, use_tma)
+        grid, sizes, fixed = self._launch(
+            launch, launch.block_m, launch.block_n, use_tma, masked=use_tma and self.causal
+        )
         attention_dq[grid](
             q, k, v, out, dout, lse, dlse, delta, dq, self.slopes, self.starts, self.ends,
             *self.strides, *dout.stride()[:3], *sizes, self.scale, **fixed,
@@ -171,9 +185,11 @@ class Call:
         )
 
     def _launch(
-        self, launch: Launch, rows: int, steps: int, use_tma: bool, heads: int = 1
+        self, launch: Launch, rows: int, steps: int, use_tma: bool, heads: int = 1, masked: bool = False
     ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over."""
+        """Grid, sizes and constants. rows: of a program's tile; steps: rows of the tiles in its loop; heads: that it loops over.
+        masked: of what lies beyond the sequence nothing is read by pointers, and causality hides it.
+        """
         pairs = self.batch * self.n_heads // heads
         reads = self.seq_len * (self.head_dim + self.value_dim) * self.q.element_size() * heads
         tiles = cdiv(self.seq_len, rows)
@@ -183,7 +199,7 @@ class Call:
         fixed = {
             "CAUSAL": self.causal,
             "WINDOW": self.window,
-            "RAGGED": self.seq_len % steps != 0,
+            "RAGGED": self.seq_len % steps != 0 and not masked,
             "N_HEADS": self.n_heads,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
@@ -204,38 +220,23 @@ class Call:
     def _choose_launch(self, kernel: Kernel, *tensors: Tensor) -> tuple[Launch, bool]:
         """Launch parameters of `kernel`, and True if TMA loads the tiles of `tensors`, which the kernel loops over.
 
-        A row for a variant is for whole tiles, loaded with or without TMA as it says: anything else takes registers that the
-        row uses for larger tiles. Other calls take the row without a variant, or `mixed`.
+        A row for a variant is for tiles loaded with or without TMA as it says, and without it for whole tiles: anything else takes
+        registers that the row uses for larger tiles. Other calls take the row without a variant, or `mixed`.
         """
-
-        def use_tma(launch: Launch) -> bool:
-            return self._fits_tma(launch, _loop_rows(kernel, launch), *tensors)
-
         launch = self.row(kernel)
-        if kernel not in self.fixed and (
-            self.seq_len % _loop_rows(kernel, launch) or use_tma(launch) != launch.use_tma
-        ):
+        fits = self._fits_tma(launch, *tensors)
+        whole = fits or not self.seq_len % _loop_rows(kernel, launch)
+        if kernel not in self.fixed and (not whole or fits != launch.use_tma):
             launch = choose(kernel, *self.selection, MIXED if self.variant == MIXED or "+" in self.variant else None)
-        return launch, use_tma(launch)
+            fits = self._fits_tma(launch, *tensors)
+        return launch, fits
 
-    def _variant(self) -> str:
-        """Variant by its name in tuning tables; see choose()."""
-        features = {
-            "alibi": self.slopes is not None,
-            "documents": self.starts is not None,
-            "softcap": self.softcap is not None,
-            "window": self.window is not None,
-        }
-        named = "+".join(name for name, here in features.items() if here)
-        if not named:  # without causality too: the same loop, without its masks
-            return "plain"
-        return named if self.causal else MIXED
-
-    def _fits_tma(self, launch: Launch, rows: int, *tensors: Tensor) -> bool:
-        """True if TMA can load tiles of `rows` rows of these tensors: in parts of one width and whole tiles, aligned to 16 bytes,
-        with sequences, and where no part is padded heads too, that follow each other without gaps.
+    def _fits_tma(self, launch: Launch, *tensors: Tensor) -> bool:
+        """True if TMA can load tiles of these tensors: in parts of one width, aligned to 16 bytes, with sequences, and where no
+        part is padded heads too, that follow each other without gaps. Rows of a tile beyond the end of its sequence, whose scores
+        are masked, are the next one's, or zeros.
         """
-        if not launch.use_tma or self.platform.vendor == "amd" or self.seq_len % rows:
+        if not launch.use_tma or self.platform.vendor == "amd":
             return False
         for t in tensors:
             (batch, token, head, _), width = t.stride(), t.shape[-1]

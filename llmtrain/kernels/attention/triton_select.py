@@ -1,13 +1,22 @@
 """Choice of launch parameters of the attention kernels, from the tuning tables."""
 
 from llmtrain.kernels import tuning
-from llmtrain.kernels.attention.triton_launch import Kernel, Launch, StoredLaunch
+from llmtrain.kernels.attention.triton_launch import KERNELS, Kernel, Launch, StoredLaunch
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
 MIXED, GROUPED = "mixed", "grouped"
 LOG2_E = 1.4426950408889634
 INTERPRETED = Launch(32, 16, 4, 1)  # small tiles show their edges in small tests
+
+
+def variant_name(alibi: bool, documents: bool, softcap: bool, window: bool, causal: bool = True) -> str:
+    """Variant by its name in tuning tables; see choose()."""
+    features = {"alibi": alibi, "documents": documents, "softcap": softcap, "window": window}
+    named = "+".join(name for name, here in features.items() if here)
+    if not named:  # without causality too: the same loop, without its masks
+        return "plain"
+    return named if causal else MIXED
 
 
 def choose(
@@ -57,6 +66,14 @@ def choose_stored(
     name = f"{variant}, {GROUPED}" if grouped else variant
     row = tuning.exact("attention.dscores", dtype, {"head_dim": head_dim}, platform, name)
     return row.launch if row is not None and seq_len >= row.launch.from_seq_len else None
+
+
+def takes_any_length(
+    head_dim: int, dtype: str, platform: Platform, reach: int, variant: str, grouped: bool, values: int | None
+) -> bool:
+    """True if every kernel of this shape is one whose tiles TMA loads: the last of a sequence then need not be whole."""
+    chosen = (head_dim, dtype, platform, reach, variant, grouped, values)
+    return choose_stored(*chosen) is None and all(choose(kernel, *chosen).use_tma for kernel in KERNELS)
 
 
 def pairs_in_flight(platform: Platform, bytes_each: int, tiles: int, pairs: int, group: int = 1) -> int:

@@ -23,9 +23,9 @@ LOWEST = tl.constexpr(-1e38)  # below every score, and finite: -inf - -inf would
 def parts_of(head_dim: int, part: int | None = None) -> tuple[int, ...]:
     """Widths of the tiles that make up head_dim, at most 256: powers of two from 16 on, falling.
 
-    part: as many tiles of this width as are needed instead.
+    part: as many tiles of this width as are needed instead, but where a head is one narrower tile.
     """
-    if part is not None:
+    if part is not None and (head_dim >= part or head_dim & (head_dim - 1)):
         return (part,) * -(-head_dim // part)
     rounded = (head_dim + 15) // 16 * 16
     return tuple(1 << bit for bit in reversed(range(4, 9)) if rounded >> bit & 1)

@@ -8,10 +8,12 @@ import torch
 from llmtrain.kernels import tuning, tuning_table
 from llmtrain.kernels.attention import triton_call as attention
 from llmtrain.kernels.attention.triton_launch import Launch
-from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight
+from llmtrain.kernels.attention.triton_select import choose, pairs_in_flight, takes_any_length
+from llmtrain.kernels.attention.triton_tiles import parts_of
 from llmtrain.kernels.platform import Platform
 from llmtrain.kernels.tuning_table import Row
 
+A100 = Platform("nvidia", "sm80", "", 1 << 36, 108)
 HOPPER = Platform("nvidia", "sm90", "", 1 << 36, 132)
 
 
@@ -115,6 +117,7 @@ def test_the_length_of_a_row_for_windows_is_how_far_back_a_query_sees(rows):
 
 @pytest.mark.parametrize("features, general", [({"window": 100}, 16), ({"window": 100, "softcap": 9.0}, 32)])
 def test_a_sequence_that_is_not_in_whole_tiles_takes_a_row_that_serves_all(features, general, rows):
+    """Loaded by pointers, as these rows say."""
     rows((16, None, None), (32, "mixed", None), (64, "window", None), (128, "softcap+window", None))
     for seq_len, wanted in ((4096, call(**features).row("forward").block_m), (4095, general)):
         made = call(seq_len, **features)
@@ -124,10 +127,22 @@ def test_a_sequence_that_is_not_in_whole_tiles_takes_a_row_that_serves_all(featu
 def test_tma_loads_parts_of_one_width_padded_or_not():
     def fits(head_dim: int, part: int | None, seq_len: int = 4096) -> bool:
         made = call(seq_len, head_dim)
-        return made._fits_tma(replace(Launch(64, 64, 4, 2), use_tma=True, part=part), 64, made.k, made.v)
+        return made._fits_tma(replace(Launch(64, 64, 4, 2), use_tma=True, part=part), made.k, made.v)
 
-    assert fits(128, None) and fits(96, 32) and fits(96, 128) and fits(224, 256)
-    assert not fits(96, None) and not fits(96, 128, 4095)
+    assert fits(128, None) and fits(96, 32) and fits(96, 128) and fits(224, 256) and fits(96, 128, 4095)
+    assert not fits(96, None)
+
+
+def test_a_head_of_one_tile_is_not_padded_to_a_wider_part():
+    assert parts_of(32, 64) == (32,) and parts_of(48, 64) == (64,) and parts_of(128, 64) == (64, 64)
+
+
+@pytest.mark.parametrize("head_dim, variant, wanted", [
+    (48, "alibi", True), (64, "plain", True), (128, "window", True), (80, "plain", False), (160, "documents", False),
+])  # fmt: skip
+def test_sequences_of_any_length_where_tma_loads_all_tiles(head_dim, variant, wanted):
+    assert takes_any_length(head_dim, "bfloat16", HOPPER, 4095, variant, True, None) == wanted
+    assert not takes_any_length(head_dim, "bfloat16", A100, 4095, variant, True, None)
 
 
 @pytest.mark.parametrize(
