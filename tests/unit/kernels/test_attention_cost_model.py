@@ -52,8 +52,8 @@ def test_each_tenth_of_the_cells_predicted_from_the_others():
         models = fit(row for row in SHIPPED if row.cell not in left_out)
         found += shares(models, {cell: cells[cell] for cell in left_out})
     found.sort()
-    assert len(found) >= 310
-    assert found[0] > 0.7 and found[7] > 0.98 and sum(found) / len(found) > 0.996
+    assert len(found) >= 298
+    assert found[0] > 0.7 and found[8] > 0.98 and sum(found) / len(found) > 0.996
 
 
 def test_drawn_shapes_that_are_in_no_fit():
@@ -61,8 +61,8 @@ def test_drawn_shapes_that_are_in_no_fit():
         drawn = by_cell(attention_choices.rows(csv.DictReader(lines)))
     assert not drawn.keys() & by_cell(SHIPPED).keys()
     found = shares(fit(SHIPPED), drawn)
-    assert len(found) == len(drawn) == 26
-    assert found[0] > 0.6 and found[3] > 0.98 and sum(found) / len(found) > 0.97
+    assert len(found) == len(drawn) == 29
+    assert found[0] > 0.69 and found[4] > 0.98 and sum(found) / len(found) > 0.975
 
 
 @pytest.mark.parametrize("backend", ["triton", "flex"])
