@@ -289,6 +289,8 @@ class DataConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if self.train is None and self.prepare is None:
             yield Problem("train", None, "give data.train.streams, or data.prepare to make shards first")
+        if self.seq_len == 1:
+            yield self.problem_at("seq_len", "leaves no token to predict from another; use 2 or more")
         if self.prepare is not None and self.prepare.seq_len != self.seq_len:
             yield self.problem_at("prepare.seq_len", f"must equal data.seq_len ({self.seq_len})")
         if self.prepare is not None and self.prepare.fills_samples and not self.mask_documents:

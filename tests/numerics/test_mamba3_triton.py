@@ -1,6 +1,7 @@
 """The Triton kernels of Mamba-3: through Triton's interpreter on a CPU, and compiled for GPUs that are not here."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -28,15 +29,19 @@ arch, found = sys.argv[1], []
 for sizes in json.loads(sys.argv[2]):
     spec = Mamba3Spec(*sizes)
     options = triton.build(spec, platform_of(arch), "").options
-    tensors, dy = operation("mamba3").inputs(spec, 2, 512, "meta", state=True)
+    tensors, dy = operation("mamba3").inputs(spec, 2, 4096, "meta", state=True)  # so many tokens that a program has several heads
     of_token, (h, angle, last_k, last_v) = tensors[:10], tensors[10:]
-    given = (*of_token, h, angle, torch.empty(2, 512, dtype=torch.int64, device="meta"))
+    ids = torch.empty(2, 4096, dtype=torch.int64, device="meta")
+    given = (*of_token, h, angle, ids)
+    with compile_only(arch) as training:
+        *_, sums = triton.launch_forward(*of_token, None, None, ids, options)
+        triton.launch_backward(dy, None, None, None, *of_token, None, None, ids, sums, options)
     with compile_only(arch) as taken:
         *_, sums = triton.launch_forward(*given, options)
         triton.launch_backward(dy, h, angle, last_k, *given, sums, options)
         step = step_triton.build(spec, platform_of(arch), "")
         step(*(t[:, 0] for t in of_token[:7]), *of_token[7:], state_of(tensors))
-    found.append(taken)
+    found.append((training, taken))
 print(json.dumps(found))
 """
 SIZES = ((8, 64, 128, 1, 32), (4, 64, 128, 2, 64), (4, 128, 64, 1, 16))
@@ -47,18 +52,25 @@ def test_the_interpreted_kernels_agree_with_the_reference():
     run_interpreted("mamba3")
 
 
+CONTINUED_SPILL = 128
+"""Bytes a thread of _rotate_bwd from a state and to one, which training has not, on sm90."""
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"])
 def test_every_kernel_compiles(arch):
     """Within the GPU's shared memory; our own without spills, but where they were measured."""
     spills = MEASURED_SPILL if arch == "sm90" else 0
     sizes, limit = SIZES if arch in ("sm90", "gfx942") else SIZES[:1], platform.shared_limit(arch)
-    for (*_, d_state, _, turning), taken in zip(sizes, compiled(PROGRAM, arch, json.dumps(sizes)), strict=True):
+    for (*_, d_state, _, turning), found in zip(sizes, compiled(PROGRAM, arch, json.dumps(sizes)), strict=True):
         ours = {*OURS, *(["_rest_bwd"] if d_state > 2 * turning else [])}
-        assert limit is not None and ours < {one["kernel"] for one in taken}
-        assert [
-            one for one in taken if one["shared"] > limit or (one["spilled"] > spills and one["kernel"] in ours)
-        ] == []
+        training, continued = found
+        assert limit is not None and ours < {one["kernel"] for one in continued}
+        for taken, most in ((training, 0), (continued, CONTINUED_SPILL if arch == "sm90" else 0)):
+            may_spill = dict.fromkeys(ours, spills) | {"_rotate_bwd": most}
+            assert [
+                one for one in taken if one["shared"] > limit or one["spilled"] > may_spill.get(one["kernel"], math.inf)
+            ] == []
 
 
 @pytest.mark.parametrize("here, expected", [(H200, "triton"), (platform.cpu(), "reference")])

@@ -139,10 +139,10 @@ def join(a, b, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_bias(bias, head, i, ANGLES: tl.constexpr, D_STATE: tl.constexpr):
-    at = bias + head * D_STATE + 2 * i
-    a = tl.load(at, mask=i < ANGLES, other=0.0).to(tl.float32)
-    return a[None, :], tl.load(at + 1, mask=i < ANGLES, other=0.0).to(tl.float32)[None, :]
+def load_bias(bias, i, ANGLES: tl.constexpr):
+    """The two halves of each pair of one head's channels, [PAIRS] in fp32."""
+    a = tl.load(bias + 2 * i, mask=i < ANGLES, other=0.0).to(tl.float32)
+    return a, tl.load(bias + 2 * i + 1, mask=i < ANGLES, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -174,8 +174,8 @@ def load_biased_pairs(
     """Biased pairs of a head before they rotate. Loaded anew for each head, from the cache: over all heads they would take half of
     the registers."""
     a, b = load_pairs(x, t, i, token, inside, PAIRS)
-    bias_a, bias_b = load_bias(bias, head, i, ANGLES, D_STATE)
-    return a + bias_a, b + bias_b
+    bias_a, bias_b = load_bias(bias + head * D_STATE, i, ANGLES)
+    return a + bias_a[None, :], b + bias_b[None, :]
 
 
 @triton.jit

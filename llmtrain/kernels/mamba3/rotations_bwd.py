@@ -114,7 +114,6 @@ def _rotate_bwd(
     paired = there & (c < 2 * ANGLES)[None, :]
     q += row * q_row + top * q_token + group * q_group
     k += row * k_row + top * k_token + group * k_group
-    rates = load_rates(rate + first_token * ANGLES, 0, t, i, tokens, ANGLES)
     zero = tl.zeros((TILE, PAIRS), tl.float32)
     dq_a, dq_b, dk_a, dk_b, d_rate = zero, zero, zero, zero, zero
     partials += (row * tiles + tile) * (N_HEADS * (2 * D_STATE + 1))
@@ -135,30 +134,23 @@ def _rotate_bwd(
     for head in tl.range(begin, end, num_stages=NUM_STAGES):
         of_token, of_head = t * N_HEADS + head, row * N_HEADS + head
         at = of_token * D_STATE
-        up_a, up_b = load_pairs(dq, at, i, 1, paired, PAIRS)
-        up_e, up_f = load_pairs(dk, at, i, 1, paired, PAIRS)
         turning = there & (i < ANGLES)[None, :]
         d_now = tl.load(d_angles + of_token[:, None] * ANGLES + i[None, :], mask=turning, other=0.0)
         step = tl.load(dt + of_token, mask=t < tokens, other=0.0)
         share = tl.load(later + of_token, mask=t < tokens, other=0.0)
         d_factor = tl.load(d_skip + of_token, mask=t < tokens, other=0.0)
-        d_score = (d_factor * step * share)[:, None]
-        cos, sin = cos_sin(angles_of(rates, step, first, sums, of_head, i, tile, tiles, ANGLES))
-        a, b = load_biased_pairs(q, q_bias, head, t, i, q_token, paired, ANGLES, PAIRS, D_STATE)
-        e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
-        if d_last_k is not None:
-            end_a, end_b = load_bias(d_last_k + of_head * D_STATE, 0, i, ANGLES, D_STATE)
-            end_a, end_b = tl.where(last, end_a, 0.0), tl.where(last, end_b, 0.0)
-            d_now += (e * cos - f * sin) * end_b - (e * sin + f * cos) * end_a
-            up_e, up_f = up_e + end_a, up_f + end_b
-        d_a, d_b = up_a * cos + up_b * sin + d_score * e, up_b * cos - up_a * sin + d_score * f
-        d_e, d_f = up_e * cos + up_f * sin + d_score * a, up_f * cos - up_e * sin + d_score * b
-        dq_a, dq_b, dk_a, dk_b = dq_a + d_a, dq_b + d_b, dk_a + d_e, dk_b + d_f
-        # One sum over tokens for all: each makes the warps wait for each other.
-        of_q, of_k = tl.split(tl.sum(tl.join(tl.join(d_a, d_b), tl.join(d_e, d_f)), 0))
-        tl.store(partials + head * D_STATE + c, of_q.reshape(2 * PAIRS), mask=c < 2 * ANGLES)
-        tl.store(partials + (N_HEADS + head) * D_STATE + c, of_k.reshape(2 * PAIRS), mask=c < 2 * ANGLES)
-        tl.store(partials + 2 * N_HEADS * D_STATE + head, tl.sum(d_factor, 0))
+        # What angles take is done with before anything of the channels is loaded: registers do not hold both.
+        rates = load_rates(rate + first_token * ANGLES, 0, t, i, tokens, ANGLES)
+        if d_last_k is not None:  # noqa: SIM102 (only this one is known when it is compiled)
+            if tile == tiles - 1:  # of its last token alone, one number a thread
+                now = angles_of(rates, step, first, sums, of_head, i, tile, tiles, ANGLES)
+                cos, sin = cos_sin(tl.sum(tl.where(last, now, 0.0), 0))
+                bias_a, bias_b = load_bias(k_bias + head * D_STATE, i, ANGLES)
+                e, f = load_bias(k + (tokens - 1) * k_token, i, ANGLES)
+                end_a, end_b = load_bias(d_last_k + of_head * D_STATE, i, ANGLES)
+                e, f = e + bias_a, f + bias_b
+                turned = (e * cos - f * sin) * end_b - (e * sin + f * cos) * end_a
+                d_now += tl.where(last, turned[None, :], 0.0)
         total = tl.sum(d_now, 0)
         since = d_now - tl.cumsum(d_now, 0) + total[None, :]
         d_rate += step[:, None] * since
@@ -170,6 +162,26 @@ def _rotate_bwd(
         d_step = share * d_own + (1.0 - share) * d_before + tl.sum(rates * since, 1)
         tl.store(d_dt + of_token, d_step, mask=t < tokens)
         tl.store(d_later + of_token, step * (d_own - d_before), mask=t < tokens)
+        tl.store(partials + 2 * N_HEADS * D_STATE + head, tl.sum(d_factor, 0))
+
+        d_score = (d_factor * step * share)[:, None]
+        cos, sin = cos_sin(angles_of(rates, step, first, sums, of_head, i, tile, tiles, ANGLES))
+        e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
+        up_a, up_b = load_pairs(dq, at, i, 1, paired, PAIRS)
+        d_a, d_b = up_a * cos + up_b * sin + d_score * e, up_b * cos - up_a * sin + d_score * f
+        dq_a, dq_b = dq_a + d_a, dq_b + d_b
+        of_q = tl.sum(tl.join(d_a, d_b), 0)
+        tl.store(partials + head * D_STATE + c, of_q.reshape(2 * PAIRS), mask=c < 2 * ANGLES)
+        a, b = load_biased_pairs(q, q_bias, head, t, i, q_token, paired, ANGLES, PAIRS, D_STATE)
+        up_e, up_f = load_pairs(dk, at, i, 1, paired, PAIRS)
+        if d_last_k is not None:
+            end_a, end_b = load_bias(d_last_k + of_head * D_STATE, i, ANGLES)
+            up_e += tl.where(last, end_a[None, :], 0.0)
+            up_f += tl.where(last, end_b[None, :], 0.0)
+        d_e, d_f = up_e * cos + up_f * sin + d_score * a, up_f * cos - up_e * sin + d_score * b
+        dk_a, dk_b = dk_a + d_e, dk_b + d_f
+        of_k = tl.sum(tl.join(d_e, d_f), 0)
+        tl.store(partials + (N_HEADS + head) * D_STATE + c, of_k.reshape(2 * PAIRS), mask=c < 2 * ANGLES)
 
     to = ((((block * batch).to(tl.int64) * seq_len + first_token + t) * N_GROUPS + group) * D_STATE)[:, None] + c[
         None, :

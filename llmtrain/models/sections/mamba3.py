@@ -86,11 +86,11 @@ class Mamba3Block(BlockSection):
     def saved_bytes(self, d_model: int, width: int) -> SavedBytes:
         """Input and output of the norm, in_proj's output, norms of B and C, and the gated output; in fp32 of each head seven
         tensors like C, four like x, three squares of a chunk, and per chunk three states. Our kernels keep y, and in fp32 what
-        they read per token and head, and angles of every 32nd token in fp64."""
+        they read per token and head, and angles of every 16th token."""
         inner, heads = self.expand * d_model, self.n_heads(d_model)
         everything = width * (2 * d_model + sum(self.widths(d_model)) + 2 * self.n_groups * self.d_state + 2 * inner)
         if self.backend == "triton":
-            results = width * inner + heads * (8 * self.angles / 32)
+            results = width * inner + heads * (4 * self.angles / 16)
             return SavedBytes(everything + results + 4 * (3 * heads + self.angles), results)
         states = 3 * self.head_dim * self.d_state / self.chunk_size
         of_head = 7 * self.d_state + 4 * self.head_dim + 3 * self.chunk_size + states + 2 * self.angles

@@ -185,6 +185,12 @@ def test_a_profile_after_the_last_step_is_a_problem(load):
     assert list(found) == ["train.profile.after"] and "the run has 6" in found["train.profile.after"]
 
 
+def test_sequences_of_one_token_are_a_problem(load):
+    found = problems(load, GOOD, "data.seq_len=1")
+    assert list(found) == ["data.seq_len"] and "no token to predict" in found["data.seq_len"]
+    load(GOOD, "data.seq_len=2")
+
+
 # Reports
 
 
