@@ -146,7 +146,7 @@ def _cases(arch: str, row: Row) -> Iterator[tuple[str, dict[str, Any], bool]]:
         variant, _, values = variant.partition(", values ")
         base["variant"] = variant
         if values:  # for these widths alone
-            yield row.variant, {**base, "value_dim": int(values)}, True
+            yield row.variant, {**base, "heads": 16, "value_dim": int(values)}, True
             return
         if variant == row.variant:
             yield variant, base, True
