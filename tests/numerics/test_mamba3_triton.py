@@ -52,8 +52,9 @@ def test_the_interpreted_kernels_agree_with_the_reference():
     run_interpreted("mamba3")
 
 
-CONTINUED_SPILL = 128
-"""Bytes a thread of _rotate_bwd from a state and to one, which training has not, on sm90."""
+ROTATE_BWD_SPILLS = (16, 192)
+"""Bytes a thread on NVIDIA's GPUs, as it is trained, and from a state and to one. A form that loads later spills less, and took
+397 us where one that loads early took 302 (H200, 64 heads)."""
 
 
 @pytest.mark.compile
@@ -64,10 +65,9 @@ def test_every_kernel_compiles(arch):
     sizes, limit = SIZES if arch in ("sm90", "gfx942") else SIZES[:1], platform.shared_limit(arch)
     for (*_, d_state, _, turning), found in zip(sizes, compiled(PROGRAM, arch, json.dumps(sizes)), strict=True):
         ours = {*OURS, *(["_rest_bwd"] if d_state > 2 * turning else [])}
-        training, continued = found
-        assert limit is not None and ours < {one["kernel"] for one in continued}
-        for taken, most in ((training, 0), (continued, CONTINUED_SPILL if arch == "sm90" else 0)):
-            may_spill = dict.fromkeys(ours, spills) | {"_rotate_bwd": most}
+        assert limit is not None and ours < {one["kernel"] for one in found[1]}
+        for taken, most in zip(found, ROTATE_BWD_SPILLS, strict=True):
+            may_spill = dict.fromkeys(ours, spills) | {"_rotate_bwd": most if arch.startswith("sm") else 0}
             assert [
                 one for one in taken if one["shared"] > limit or one["spilled"] > may_spill.get(one["kernel"], math.inf)
             ] == []

@@ -134,12 +134,14 @@ def _rotate_bwd(
     for head in tl.range(begin, end, num_stages=NUM_STAGES):
         of_token, of_head = t * N_HEADS + head, row * N_HEADS + head
         at = of_token * D_STATE
+        up_a, up_b = load_pairs(dq, at, i, 1, paired, PAIRS)
+        up_e, up_f = load_pairs(dk, at, i, 1, paired, PAIRS)
         turning = there & (i < ANGLES)[None, :]
         d_now = tl.load(d_angles + of_token[:, None] * ANGLES + i[None, :], mask=turning, other=0.0)
         step = tl.load(dt + of_token, mask=t < tokens, other=0.0)
         share = tl.load(later + of_token, mask=t < tokens, other=0.0)
         d_factor = tl.load(d_skip + of_token, mask=t < tokens, other=0.0)
-        # What angles take is done with before anything of the channels is loaded: registers do not hold both.
+        # What angles take is done with before q and k are loaded and turned: registers do not hold both.
         rates = load_rates(rate + first_token * ANGLES, 0, t, i, tokens, ANGLES)
         if d_last_k is not None:  # noqa: SIM102 (only this one is known when it is compiled)
             if tile == tiles - 1:  # of its last token alone, one number a thread
@@ -167,13 +169,11 @@ def _rotate_bwd(
         d_score = (d_factor * step * share)[:, None]
         cos, sin = cos_sin(angles_of(rates, step, first, sums, of_head, i, tile, tiles, ANGLES))
         e, f = load_biased_pairs(k, k_bias, head, t, i, k_token, paired, ANGLES, PAIRS, D_STATE)
-        up_a, up_b = load_pairs(dq, at, i, 1, paired, PAIRS)
         d_a, d_b = up_a * cos + up_b * sin + d_score * e, up_b * cos - up_a * sin + d_score * f
         dq_a, dq_b = dq_a + d_a, dq_b + d_b
         of_q = tl.sum(tl.join(d_a, d_b), 0)
         tl.store(partials + head * D_STATE + c, of_q.reshape(2 * PAIRS), mask=c < 2 * ANGLES)
         a, b = load_biased_pairs(q, q_bias, head, t, i, q_token, paired, ANGLES, PAIRS, D_STATE)
-        up_e, up_f = load_pairs(dk, at, i, 1, paired, PAIRS)
         if d_last_k is not None:
             end_a, end_b = load_bias(d_last_k + of_head * D_STATE, i, ANGLES)
             up_e += tl.where(last, end_a[None, :], 0.0)
