@@ -125,8 +125,8 @@ def problems(model: ModelConfig, dense: ModelConfig | None = None, **more: Any) 
 
 def test_rejects_layers_that_would_not_compute_what_the_dense_ones_did():
     """Of the experts each setting, at its own path, once for all layers of a block."""
-    plain: dict[str, Any] = {"bias": True}
     biased = experts.config(bias=True)
+    settings: dict[str, Any]
     assert not problems(biased) and problems(biased, upcycle=False) == []
     for settings, path in (
         ({"router": {"renormalize": False}}, "router.renormalize"),
@@ -136,7 +136,7 @@ def test_rejects_layers_that_would_not_compute_what_the_dense_ones_did():
         ({"activation": "gelu"}, "activation"),
         ({"bias": False}, "bias"),
     ):
-        found = [one.partition(":")[0] for one in problems(experts.config(**plain | settings))]
+        found = [one.partition(":")[0] for one in problems(experts.config(**{"bias": True} | settings))]
         assert found == [f"model.blocks.{name}.mlp.{path}" for name in "am"], settings
     text = "model.blocks.a.mlp.d_ff: must be 32, as mlp.d_ff of the checkpoint of init_from"
     assert problems(biased, dense_config(d_ff=32))[0] == text
