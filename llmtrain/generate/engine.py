@@ -26,7 +26,7 @@ from llmtrain.generate.prefixes import PrefixCache
 from llmtrain.generate.prompt_passes import TOKENS, PromptPasses
 from llmtrain.generate.request import Request, Token, check
 from llmtrain.generate.sampling import Draws, on_device, sample
-from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots
+from llmtrain.generate.slots import SeparateSlots, SharedSlots, Slots, filled
 from llmtrain.models.cache import Cache
 from llmtrain.models.causal_lm import CausalLM
 
@@ -132,8 +132,7 @@ class Engine:
             whole = len(rows) == len(self.live)
             ahead = whole and any(len(row.request.tokens) + 1 < row.request.max_new_tokens for row in rows)
             ended = self._draw(rows, logits, self.ahead and ahead)
-            for at in sorted((places[one] for one in ended), reverse=True):
-                self._leave(at)
+            self._leave([places[one] for one in ended])
 
     def _next_logits(self) -> tuple[list[int], Tensor]:
         """Numbers of the rows that draw in this step, all of them or those that were read ahead, and the logits of each."""
@@ -188,16 +187,17 @@ class Engine:
             active, cache = self._reading
             self._reading, active.request.end = None, "cancelled"
             self.slots.discard(cache)
-        for row in reversed(range(len(self.live))):
-            if self.live[row].request.cancelled:
-                self.live[row].request.end = "cancelled"
-                self._leave(row)
+        cancelled = [row for row, active in enumerate(self.live) if active.request.cancelled]
+        for row in cancelled:
+            self.live[row].request.end = "cancelled"
+        self._leave(cancelled)
 
-    def _leave(self, row: int) -> None:
-        self.slots.leave(row)
-        last = self.live.pop()
-        if row < len(self.live):
-            self.live[row] = last
+    def _leave(self, rows: Sequence[int]) -> None:
+        if rows:
+            self.slots.leave(rows)
+        for row, last in filled(len(self.live), rows):
+            self.live[row] = self.live[last]
+        del self.live[len(self.live) - len(rows) :]
 
     def _read_prompts(self) -> None:
         budget = self.prompt_tokens

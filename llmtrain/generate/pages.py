@@ -1,11 +1,11 @@
 """Slots whose keys and values are in pages, so that requests take memory by their own length, not by the longest possible one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from llmtrain.errors import UserError
 from llmtrain.generate.sampling import on_device
-from llmtrain.generate.slots import SharedSlots
+from llmtrain.generate.slots import SharedSlots, filled
 from llmtrain.kernels.launch import cdiv
 from llmtrain.models.cache import PAGE_SLOTS
 from llmtrain.models.causal_lm import CausalLM
@@ -40,18 +40,18 @@ class PagedSlots(SharedSlots):
             found += 1
         return found
 
-    def leave(self, row: int) -> None:
-        self.free += self.pages[row]
-        last = len(self.first) - 1
-        self.pages[row] = self.pages[last]
-        if row != last:
-            none = slice(0, 0)
-            self.cache.copy_rows(slice(row, row + 1), self.cache, slice(last, last + 1), none, none)
-            self._set_first(row, self.first[last])
-        self.pages.pop()
-        self.first.pop()
+    def leave(self, rows: Collection[int]) -> None:
+        for row in rows:
+            self.free += self.pages[row]
+        for row, last in filled(len(self.first), rows):
+            self.pages[row] = self.pages[last]
+        super().leave(rows)
+        del self.pages[len(self.first) :]
         assert self.cache.table is not None
-        self.cache.table[last] = 0
+        self.cache.table[len(self.first) : len(self.first) + len(rows)] = 0
+
+    def _copy(self, moves: Sequence[tuple[int, int]], slots: slice) -> None:
+        super()._copy(moves, slice(0, 0))
 
     def _begin(self, firsts: Sequence[int], totals: Sequence[int]) -> None:
         super()._begin(firsts, totals)

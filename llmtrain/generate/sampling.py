@@ -91,6 +91,7 @@ class Draws:
 
     def __init__(self, options: Sampling, prompt: Sequence[int], number: int, *, vocab_size: int, draws: int):
         self.options, self.taken = options, 0
+        self.shared = replace(options, seed=0)  # of rows that are drawn together
         self.seen: Tensor | None = None
         if options.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -111,7 +112,7 @@ def sample(logits: Tensor, rows: Sequence[Draws]) -> Tensor:
     drawn."""
     groups: dict[Sampling, list[int]] = {}
     for at, row in enumerate(rows):
-        groups.setdefault(replace(row.options, seed=0), []).append(at)
+        groups.setdefault(row.shared, []).append(at)
     if len(groups) == 1:
         return _sample(logits, rows)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)

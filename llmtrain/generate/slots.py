@@ -5,7 +5,7 @@ before it. So each step is the step of a batch, with the same kernels and CUDA g
 values and states. When the slots run out, all rows are moved to the left.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,9 +22,16 @@ SPARE_SLOTS = 64
 """Least number of steps between two moves of all rows."""
 
 
+def filled(count: int, leaving: Collection[int]) -> list[tuple[int, int]]:
+    """(number, row that takes it) where some of `count` rows leave: the last rows that stay take the places before them."""
+    left = count - len(leaving)
+    free = sorted(row for row in leaving if row < left)
+    return list(zip(free, (row for row in range(left, count) if row not in leaving), strict=True))
+
+
 class Slots(Protocol):
     """Places for `rows` requests of up to max_len tokens. Live rows are numbered 0 .. n - 1, in the order of joining but for the
-    last, which takes the number of a row that leaves."""
+    last ones, which take the numbers of rows that leave (`filled`)."""
 
     def reader(self) -> Cache:
         """An empty cache of one row for a prompt. It ends with `join` or `discard`."""
@@ -40,7 +47,7 @@ class Slots(Protocol):
         """Add rows of a cache, of so many tokens each, as the last ones. The reader has one. totals: as for `room`."""
         ...
 
-    def leave(self, row: int) -> None: ...
+    def leave(self, rows: Collection[int]) -> None: ...
 
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Read one token per live row -> logits [n, vocab_size], until the next step."""
@@ -95,13 +102,17 @@ class SharedSlots:
         parts = slice(end - longest, end), slice(read - longest, read)
         self.cache.copy_rows(slice(row, row + len(of)), cache, some, *parts)
 
-    def leave(self, row: int) -> None:
-        last = len(self.first) - 1
-        if row != last:
-            slots = slice(self.first[last], self.cache.length)
-            self.cache.copy_rows(slice(row, row + 1), self.cache, slice(last, last + 1), slots, slots)
+    def leave(self, rows: Collection[int]) -> None:
+        if moves := filled(len(self.first), rows):
+            self._copy(moves, slice(min(self.first[last] for _, last in moves), self.cache.length))
+        for row, last in moves:
             self._set_first(row, self.first[last])
-        self.first.pop()
+        del self.first[len(self.first) - len(rows) :]
+
+    def _copy(self, moves: Sequence[tuple[int, int]], slots: slice) -> None:
+        """Copy rows, (to, from), and their entries of these slots: a launch for each tensor, however many they are."""
+        to, of = (on_device(rows, self.model.device) for rows in zip(*moves, strict=True))
+        self.cache.copy_rows(to, self.cache, of, slots, slots)
 
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         cache, live = self.cache, len(tokens)
@@ -181,11 +192,11 @@ class SeparateSlots:
     def join(self, cache: Cache, of: Sequence[int], lengths: Sequence[int], totals: Sequence[int]) -> None:
         self.live.append(cache)
 
-    def leave(self, row: int) -> None:
-        self.free.append(self.live[row])
-        last = self.live.pop()
-        if row < len(self.live):
-            self.live[row] = last
+    def leave(self, rows: Collection[int]) -> None:
+        self.free += [self.live[row] for row in rows]
+        for row, last in filled(len(self.live), rows):
+            self.live[row] = self.live[last]
+        del self.live[len(self.live) - len(rows) :]
 
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         ids = (tokens if isinstance(tokens, Tensor) else on_device(tokens, self.model.device))[:, None, None]

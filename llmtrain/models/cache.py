@@ -146,7 +146,9 @@ class Cache:
             if dim is None:  # slots are overwritten before they are seen
                 tensor.zero_()
 
-    def copy_rows(self, rows: slice, source: Cache, of: slice | Tensor, slots: slice, source_slots: slice) -> None:
+    def copy_rows(
+        self, rows: slice | Tensor, source: Cache, of: slice | Tensor, slots: slice, source_slots: slice
+    ) -> None:
         """Overwrite rows by those of another cache of this model, or of this cache: their states, and their entries of these slots.
         of: rows of the source, each for one here. The source has no pages, or no slots are copied."""
         span = None
@@ -155,9 +157,9 @@ class Cache:
             span = Span(held, self.first[rows], 0, False, self.table[rows])
         for (to, dim), (tensor, _) in zip(self.tensors(), source.tensors(), strict=True):
             if dim is None:
-                to[rows].copy_(tensor[of])
+                to[rows] = tensor[of]
             elif span is None:
-                _cut(to, dim, slots)[rows].copy_(_cut(tensor, dim, source_slots)[of])
+                _cut(to, dim, slots)[rows] = _cut(tensor, dim, source_slots)[of]
             elif len(span.slots):
                 span.keep(to, dim, _cut(tensor, dim, source_slots)[of].movedim(dim, 1))
 

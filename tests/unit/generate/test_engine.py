@@ -10,6 +10,7 @@ from llmtrain.generate.decoding import prefill
 from llmtrain.generate.engine import Engine, Request, Token
 from llmtrain.generate.prefixes import PrefixCache
 from llmtrain.generate.sampling import Sampling
+from llmtrain.generate.slots import filled
 from llmtrain.kernels import platform
 from llmtrain.models.causal_lm import CausalLM
 from tests.support.models import build
@@ -196,3 +197,11 @@ def test_prefixes_end_before_the_last_token_and_forget_the_longest_unused(model)
     kept.keep([50] * 8, cache)
     cache.clear()
     assert kept.restore([*ids, 1], cache) == 8, "the ends of a chain are forgotten first"
+
+
+@pytest.mark.parametrize(
+    ("leaving", "moves"),
+    [([], []), ([4], []), ([0], [(0, 4)]), ([3, 1], [(1, 4)]), ([0, 1], [(0, 3), (1, 4)]), ([4, 2, 0, 1, 3], [])],
+)
+def test_the_last_of_five_rows_take_the_places_of_those_that_leave(leaving, moves):
+    assert filled(5, leaving) == moves
