@@ -45,7 +45,7 @@ def chosen(name: str, wanted: AttentionSpec, where: Platform) -> str:
         (A100, spec(alibi_max_bias=8.0), "flex"),
         (MI300X, spec(sliding_window=1024), "flex"),
         (H200, spec(head_dim=96), "sdpa:cudnn"),
-        (H200, spec(head_dim=72, documents=True), "varlen"),
+        (H200, spec(head_dim=40, documents=True), "varlen"),
         (H200, spec(head_dim=248), "sdpa:cudnn"),
         (CPU, spec(softcap=50.0), "reference"),
         (H200, spec(softcap=50.0, head_dim=12), "reference"),
@@ -119,16 +119,20 @@ def test_cudnn_has_wide_heads_on_hopper_where_it_is_named(head_dim):
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
-        ({"documents": True, "head_dim": 88}, "varlen"),
-        ({"documents": True, "sliding_window": 64, "head_dim": 88}, "varlen"),
-        ({"sliding_window": 64, "head_dim": 88}, "flex"),
-        ({"sliding_window": 64, "head_dim": 208}, "varlen"),
+        ({"documents": True, "head_dim": 40}, "varlen"),
+        ({"documents": True, "sliding_window": 64, "head_dim": 40}, "varlen"),
+        ({"sliding_window": 64, "head_dim": 40}, "flex"),
     ],
 )
 def test_masks_that_no_cell_has_go_to_the_public_kernel_that_is_ahead_in_other_cells(changes, first):
-    """No cell has these two widths."""
+    """Cells begin at 48 columns."""
     assert not registry.measured("attention", "auto", spec(**changes), H200)
     assert chosen("auto", spec(**changes), H200) == first
+
+
+def test_widths_between_those_of_cells_are_predicted():
+    found = registry.measured("attention", "auto", spec(sliding_window=64, head_dim=208), H200)
+    assert {one.backend for one in found} >= {"triton", "varlen"} and all(one.predicted for one in found)
 
 
 def test_platform_reasons_wait_for_a_platform():
