@@ -4,11 +4,15 @@ import os
 from pathlib import Path
 
 from llmtrain.bytecode import keep_bytecode
-from llmtrain.errors import exit_with
+from llmtrain.errors import exit_status, exit_with
 
 
 def main() -> int:
     """Run the command of sys.argv. Returns its exit status."""
+    return exit_status(_command)
+
+
+def _command() -> int:
     keep_bytecode()  # before the imports that take long
     from llmtrain.cli import main as command
 

@@ -16,6 +16,8 @@ from llmtrain.checkpoint.format.index import Index
 from llmtrain.checkpoint.format.manifest import CheckpointError, Manifest
 from llmtrain.config.held_folder import require_in_place
 from llmtrain.config.output_folder import sync_path
+from llmtrain.errors import first_few
+from llmtrain.logs import log
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written."""
@@ -141,11 +143,11 @@ def is_own(folder: Path) -> bool:
 
 
 def clear(folder: Path, make: bool = False) -> None:
-    """Delete a folder that is no checkpoint (any more), if it exists; what is not ours and has its name is renamed instead.
-    make: make it anew. Raises OSError, also for the folder of a run that was moved (see config.held_folder)."""
+    """Delete a folder that is no checkpoint (any more), if it exists; what is not ours and has its name, or lies in it, is renamed
+    instead. make: make it anew. Raises OSError, also for the folder of a run that was moved (see config.held_folder)."""
     require_in_place(folder)
     if is_own(folder):
-        shutil.rmtree(folder)
+        _remove(folder)
     elif os.path.lexists(folder):
         _move_foreign(folder)
     if make:
@@ -192,8 +194,30 @@ def recover(root: Path) -> None:
             folder.rename(folder.with_name(folder.name.removesuffix(REPLACED)))
     for folder in root.glob("step-*"):
         if _LEFT.fullmatch(folder.name) and is_own(folder):
-            shutil.rmtree(folder)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that is ours. What others put into it, such as an export, is moved to a folder beside it first."""
+    try:
+        listed = set(manifests.read(folder).files)
+    except CheckpointError:
+        listed = set()
+    others = [path for path in sorted(folder.iterdir()) if path.name not in listed and not path.name.startswith(".nfs")]
+    if foreign := [path for path in others if not manifests.OWN_FILE.fullmatch(path.name)]:
+        kept = _foreign_name(folder.with_name(folder_name(step_of(folder))))
+        kept.mkdir()
+        for path in foreign:
+            path.rename(kept / path.name)
+        log.warning(
+            f"{folder} held what is no checkpoint's ({first_few([path.name for path in foreign])}): now in {kept}"
+        )
+    shutil.rmtree(folder)
+
+
+def _foreign_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.file-{uuid.uuid4().hex[:8]}")
 
 
 def _move_foreign(path: Path) -> None:
-    path.rename(path.with_name(f"{path.name}.file-{uuid.uuid4().hex[:8]}"))
+    path.rename(_foreign_name(path))

@@ -49,7 +49,7 @@ def load_model(
     ema: the moving average of the weights, which a run with train.ema keeps.
     adapter: a folder of peft's, or a checkpoint of adapters alone, beside the model's weights.
     weights: format of linear layers' weights, once they are loaded; default `dtype`.
-    Raises UserError when there is nothing to load there, or no tokenizer with it.
+    Raises UserError when there is nothing to load there, no tokenizer with it, or one with more tokens than the model.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = detect(device)
@@ -82,10 +82,20 @@ def load_model(
     if tokenizer is None:
         assert own is not None
         tokenizer = load_tokenizer(own)
+    require_rows(source, tokenizer, model.config.vocab_size)
     made = CausalLM(model.cast(dtype)).to(device).eval()
     if weights is not None:
         store_in_8_bits(made.hybrid, weights, here)
     return made, tokenizer
+
+
+def require_rows(source: str | Path, tokenizer: TextTokenizer, size: int) -> None:
+    """Raises UserError for a tokenizer whose tokens have no rows among the `size` of a model's embedding."""
+    if tokenizer.rows_needed > size:
+        raise UserError(
+            f"{source}: the tokenizer has {max(tokenizer.rows_needed, tokenizer.vocab_size)} tokens, the model {size}; name the "
+            "one it was trained with as `tokenizer`"
+        )
 
 
 def _read_adapter(adapter: str, source: str, own: Path | None, config: ModelConfig, ema: bool) -> Adapters:

@@ -117,6 +117,13 @@ def test_a_chat_without_a_template_is_refused(run, capsys):
     assert "chat_template: the tokenizer has none" in capsys.readouterr().err
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
+    checkpoints.save(tmp_path / "small", checkpoints.mpt(64, 2, 97))
+    checkpoints.tokenizer().save(tmp_path / "tokenizer")
+    assert main(["generate", str(tmp_path / "small"), "--tokenizer", str(tmp_path / "tokenizer"), "--prompt", "x"]) == 2
+    assert "small: the tokenizer has 270 tokens, the model 97; name the one" in capsys.readouterr().err
+
+
 def test_a_pipe_is_one_prompt(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the quick\nbrown"))
     assert generate(capsys, run, "--max-new-tokens", 4).startswith("the quick\nbrown")

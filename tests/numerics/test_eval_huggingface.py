@@ -14,6 +14,7 @@ from benchmarks.harness.plan_work import work
 from llmtrain.checkpoint.format import manifest as manifests
 from llmtrain.convert.lazy_checkpoint import LazyTensor
 from llmtrain.data.tokenize.tokenizer import TextTokenizer
+from llmtrain.errors import UserError
 from llmtrain.eval.errors import EvalError
 from llmtrain.eval.prompts.requests import GeneratedText, GenerateUntilRequest
 from llmtrain.eval.scoring.huggingface import HuggingFaceScorer
@@ -181,7 +182,7 @@ def test_a_folder_of_another_family_is_read_by_transformers(folder, tmp_path):
     assert not found.native and window_of(found) == 128
     with pytest.raises(EvalError, match=r"model_type 'gpt2'.*use backend: transformers"):
         find_model(str(folder), "llmtrain")
-    with pytest.raises(EvalError, match="the tokenizer has 270 tokens, the model 97"):
+    with pytest.raises(UserError, match="the tokenizer has 270 tokens, the model 97"):
         load_scorer(found, find_tokenizer(found))
     with pytest.raises(EvalError, match="by its config it reads 128 tokens; max_length is 129"):
         load_scorer(found, find_tokenizer(found), max_length=129)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,11 +70,22 @@ def in_shell(program: str, rest: str, unbuffered: str = "") -> tuple[int, str, s
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_or_that_cannot_be_written(unbuffered):
-    assert in_shell(PROGRAM, "| exec 0<&-", unbuffered) == (141, "", "")
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    unread = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (unread.returncode, unread.stderr) == (141, b"")
     assert in_shell(PROGRAM, "| grep -c answer", unbuffered) == (0, "1\n", "")
     assert in_shell(PROGRAM, "wrong 2> /dev/full", unbuffered) == (2, "answer\n", "")
     status, _, errors = in_shell(PROGRAM, "> /dev/full", unbuffered)
     assert status == 1 and "No space left on device" in errors and "Traceback" not in errors
+
+
+def test_ctrl_c_while_commands_are_read_is_no_fault(monkeypatch, capsys):
+    monkeypatch.setattr("llmtrain.cli.parser", lambda: signal.raise_signal(signal.SIGINT))
+    assert runpy.run_module("llmtrain.__main__", run_name="llmtrain")["main"]() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_files_do_not_take_the_place_of_closed_streams(tmp_path):

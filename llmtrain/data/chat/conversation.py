@@ -66,8 +66,9 @@ class Conversation:
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
 
-_UNTRAINED = ("weight", "train", "loss")
-"""Keys by which other programs leave a turn out of the loss."""
+_UNTRAINED = {"weight": lambda value: value != 1, "train": lambda value: value != 1, "loss": lambda value: value == 0}
+"""Keys by which other programs leave a turn out of the loss, or count it for less, and which of their values do (True is 1). `loss`
+may be a measured one."""
 
 
 def recognise(keys: Collection[str]) -> str | None:
@@ -210,11 +211,11 @@ def parsed(name: str, value: Any) -> Any:
 def read_message(message: Any, number: int) -> dict[str, Any]:
     """A message without empty fields; `tool_calls` may be JSON text, and `content` a list of parts that are texts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ChatFault(f"turn {number} has no `role`")
+        found = f", a text: it is {message['role']!r:.40}" if isinstance(message, Mapping) and "role" in message else ""
+        raise ChatFault(f"turn {number} has no `role`{found}")
     found = _without_nulls(dict(message))
-    if (untrained := next((key for key in _UNTRAINED if found.get(key) in (0, False)), None)) and found[
-        "role"
-    ] == "assistant":
+    untrained = next((key for key, no in _UNTRAINED.items() if key in found and no(found[key])), None)
+    if untrained and message["role"] == "assistant":
         raise ChatFault(
             f"turn {number} (assistant) has {untrained}: {json.dumps(found[untrained])}, but all answers are trained, or with "
             f"chat.targets: last those of the last turn; cut the conversation, or remove {untrained}"

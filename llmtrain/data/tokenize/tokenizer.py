@@ -79,7 +79,7 @@ class TextTokenizer:
         """
         special = {id_ for id_, token in self.backend.get_added_tokens_decoder().items() if token.special}
         ids = self.backend.get_vocab(with_added_tokens=True).values()
-        return max(self.eod_id, *(id_ for id_ in ids if id_ not in special)) + 1
+        return max(self.eod_id, *self._beginning, *(id_ for id_ in ids if id_ not in special)) + 1
 
     @property
     def bos_id(self) -> int:
@@ -115,14 +115,18 @@ class TextTokenizer:
         falls_back = letter is not None and "AA" in self.decode([letter, letter])
         return frozenset(one for one in found if one is not None) if falls_back else frozenset()
 
+    @property
+    def _beginning(self) -> tuple[int, ...]:
+        """Ids with which a text begins."""
+        if self.begins is not None:
+            return self.begins
+        found = self.backend.encode("a")
+        count = next((at for at, special in enumerate(found.special_tokens_mask) if not special), 0)
+        return tuple(found.ids[:count])
+
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text to be continued, begun as in training; the end-of-document token for an empty one without such a token."""
-        begins = self.begins
-        if begins is None:
-            found = self.backend.encode("a")
-            count = next((at for at, special in enumerate(found.special_tokens_mask) if not special), 0)
-            begins = tuple(found.ids[:count])
-        return [*begins, *self.encode(text)] or [self.eod_id]
+        return [*self._beginning, *self.encode(text)] or [self.eod_id]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text alone. Raises TokenizerError for one with half of a UTF-16 pair, which JSON's \\ud800 gives."""

@@ -139,6 +139,8 @@ def load_scorer(
     """
     import torch
 
+    from llmtrain.generate.load import load_model, require_rows
+
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind: torch.dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     options: dict[str, Any] = {"max_length": max_length, "max_batch_tokens": max_batch_tokens}
@@ -150,14 +152,12 @@ def load_scorer(
 
         model = load_huggingface(found.folder, kind, device)
         scorer = HuggingFaceScorer(model, tokenizer, share=share_prefixes, **options)
-        _check_vocabulary(found, tokenizer, scorer.vocab_size)
+        require_rows(found.folder, tokenizer, scorer.vocab_size)
         return scorer
     from llmtrain.eval.scoring.scorer import HybridScorer
-    from llmtrain.generate.load import load_model
 
     beside: dict[str, Any] = {"ema": found.ema, "adapter": found.adapter, "weights": weights}
     model, _ = load_model(str(found.folder), kind, tokenizer, device, **beside)
-    _check_vocabulary(found, tokenizer, model.config.vocab_size)
     if max_length and model.hybrid.positions is not None and max_length > model.config.max_seq_len:
         raise EvalError(
             f"{found.folder} has learned positions for {model.config.max_seq_len} tokens; max_length is {max_length}"
@@ -174,14 +174,6 @@ def default_dtype() -> str:
 def tokenizer_identity(tokenizer: TextTokenizer) -> str:
     """Digest of the tokenizer's vocabulary and of its special tokens' settings."""
     return _digest([tokenizer.backend.to_str(), tokenizer.config])
-
-
-def _check_vocabulary(found: FoundModel, tokenizer: TextTokenizer, size: int) -> None:
-    if tokenizer.rows_needed > size:
-        raise EvalError(
-            f"{found.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {size}; name the one it was "
-            "trained with as `tokenizer`"
-        )
 
 
 def _unsupported_reason(folder: Path) -> str | None:

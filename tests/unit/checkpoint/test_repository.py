@@ -103,6 +103,24 @@ def test_nothing_deletes_a_folder_of_this_name_that_holds_no_checkpoint(tmp_path
         local.LocalCheckpoint(kept.parent).delete()
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_user_put_into_a_checkpoint_outlives_it(tmp_path, capsys, left):
+    """As `llmtrain export RUN CHECKPOINT/hf` does."""
+    old, _ = make(tmp_path, 1), make(tmp_path, 2)
+    (old / "hf").mkdir()
+    (old / "hf" / "model.safetensors").write_text("mine")
+    (old / "notes.txt").write_text("mine")
+    if left:  # by a kill in the middle of a deletion
+        old.rename(tmp_path / "step-00000001.deleted")
+        local.recover(tmp_path)
+    else:
+        Repository(tmp_path).prune(Retention(last=1))
+    [kept] = tmp_path.glob("step-00000001*")
+    assert sorted(path.name for path in kept.rglob("*")) == ["hf", "model.safetensors", "notes.txt"]
+    assert f"(hf, notes.txt): now in {kept}" in capsys.readouterr().err
+    assert [found.step for found in Repository(tmp_path).checkpoints()] == [2]
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_a_kill_while_old_checkpoints_are_deleted_leaves_no_half_of_one(tmp_path, moment):
     for step in (1, 2, 3):

@@ -209,6 +209,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [USER, ANSWER | {"weight": 0}]},
         r"turn 2 \(assistant\) has weight: 0, but all answers are trained",
     ),
+    "half an answer": (
+        {"messages": [USER, ANSWER | {"weight": 0.5}]},
+        r"turn 2 \(assistant\) has weight: 0.5, but all",
+    ),
+    "a weight of text": (
+        {"messages": [USER, ANSWER | {"weight": "0"}]},
+        r'turn 2 \(assistant\) has weight: "0", but all',
+    ),
+    "a role that is a number": ({"messages": [{"role": 5, "content": "x"}]}, "turn 1 has no `role`, a text: it is 5"),
     "another format": ({"text": "x"}, r"has no 'messages' \(keys: text\); name its field with chat.fields"),
     "tools": ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' is no list of descriptions"),
     "half a surrogate": ({"messages": messages("q", "\ud800")}, "holds half of a surrogate pair"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data.tokenize.stored_tokenizer import as_trained, checksums, load_imported
@@ -145,6 +146,14 @@ def test_a_run_begins_texts_as_its_data_did(tokenizer, tmp_path, manifest, prepa
     train = {"streams": {"a": {"local": str(tmp_path / "train")}}}
     data = {"prepare": prepare and prepare | {"out": str(tmp_path)}, "train": None if prepare else train}
     assert as_trained(made, data).begins == begins
+
+
+def test_a_text_needs_the_rows_of_the_tokens_that_begin_it(tokenizer):
+    made = replace(tokenizer, backend=Tokenizer.from_str(tokenizer.backend.to_str()))
+    assert made.rows_needed == tokenizer.vocab_size
+    made.backend.post_processor = TemplateProcessing(single="Q $A", special_tokens=[("Q", 100_000)])
+    assert made.prompt_ids("")[0] == 100_000
+    assert made.rows_needed == 100_001
 
 
 @pytest.mark.parametrize("token", [["</s>"], 3, {"content": ["</s>"]}])
