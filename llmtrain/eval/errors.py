@@ -13,8 +13,13 @@ class EvalError(UserError):
     """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""
 
 
+class TookTooLong(EvalError):
+    """A document that took longer than its limit. It ends its task: with a thousand others of its kind, an evaluation would take
+    hours to say so."""
+
+
 DOCUMENT_SECONDS = limits.DOCUMENT_SECONDS
-time_limit = functools.partial(limits.time_limit, error=EvalError)
+time_limit = functools.partial(limits.time_limit, error=TookTooLong)
 
 
 @contextmanager

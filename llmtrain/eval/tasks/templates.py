@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
-from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, TookTooLong, time_limit
 
 _ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
 _UNDEFINED = re.compile(r"'([^']*)' is undefined")
@@ -86,6 +86,8 @@ class Template:
             if isinstance(value, Undefined):
                 str(value)  # raises with the name
             return value
+        except TookTooLong as error:
+            raise TookTooLong(f"{error}, in the template {_short(self.source)}") from None
         except Exception as error:  # a template may fail like any program: sort of TypeError, IndexError, ...
             raise EvalError(f"{self._reason(error, names)}, in the template {_short(self.source)}") from None
 

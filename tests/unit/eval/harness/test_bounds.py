@@ -96,6 +96,16 @@ def test_a_regular_expression_of_an_own_task_ends(tmp_path, brief, record, setti
         made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")])
 
 
+def test_the_first_document_that_takes_too_long_ends_an_own_task(tmp_path, brief):
+    (tmp_path / "x.jsonl").write_text('{"context": "q", "answer": "a"}\n' * 50)
+    content = {"name": "x", "type": "generation", "source": {"path": "x.jsonl", "fields": {"context": LOOP}}}
+    (tmp_path / "x.yaml").write_text(json.dumps(content | {"conventions": ["lm-eval"]}))
+    began = time.monotonic()
+    with pytest.raises(EvalError, match=r"task x: .*x\.jsonl:1: .*took longer than 0\.2 s"):
+        load_task(tmp_path / "x.yaml", "lm-eval").documents()
+    assert time.monotonic() - began < 5
+
+
 def test_a_timer_that_runs_already_goes_on():
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *given: rung.append(given))
