@@ -1,4 +1,4 @@
-"""Limits of time for what a file of plain data can make long: templates and regular expressions."""
+"""Limits of time and size for what a file of plain data can make long: templates and regular expressions."""
 
 import signal
 import threading
@@ -11,6 +11,8 @@ from llmtrain.errors import UserError
 
 DOCUMENT_SECONDS = 10.0
 """Time for the templates of one document, which take microseconds."""
+DOCUMENT_CHARACTERS = 2**28
+"""Length of the text that a template makes of one document, at most."""
 _inside = False
 
 

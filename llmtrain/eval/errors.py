@@ -13,22 +13,24 @@ class EvalError(UserError):
     """A task, document, model or tokenizer that cannot be used; the message has its location, the finding and a remedy."""
 
 
-class TookTooLong(EvalError):
-    """A document that took longer than its limit. It ends its task: with a thousand others of its kind, an evaluation would take
-    hours to say so."""
+class LimitExceeded(EvalError):
+    """A document that took longer, or became longer, than any should. It ends its task: with a thousand others of its kind, an
+    evaluation would take hours to say so."""
 
 
-DOCUMENT_SECONDS = limits.DOCUMENT_SECONDS
-time_limit = functools.partial(limits.time_limit, error=TookTooLong)
+DOCUMENT_SECONDS, DOCUMENT_CHARACTERS = limits.DOCUMENT_SECONDS, limits.DOCUMENT_CHARACTERS
+time_limit = functools.partial(limits.time_limit, error=LimitExceeded)
 
 
 @contextmanager
 def prefixed(lead: str, *others: type[Exception]) -> Iterator[None]:
-    """Context in which an EvalError, or an exception of the classes `others`, becomes an EvalError that begins with `lead`."""
+    """Context in which an EvalError, or an exception of the classes `others`, becomes an EvalError that begins with `lead`.
+    LimitExceeded stays one."""
     try:
         yield
     except (EvalError, *others) as error:
-        raise EvalError(f"{lead}: {str(error) or type(error).__name__}") from None
+        kind = LimitExceeded if isinstance(error, LimitExceeded) else EvalError
+        raise kind(f"{lead}: {str(error) or type(error).__name__}") from None
 
 
 class TaskFailed(EvalError):

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.eval.errors import DOCUMENT_SECONDS, BadDocuments, EvalError, TookTooLong, prefixed, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, BadDocuments, EvalError, LimitExceeded, prefixed, time_limit
 from llmtrain.eval.instructions import check_libraries
 from llmtrain.eval.prompts import foundry, lm_eval
 from llmtrain.eval.prompts.encode import encode, shortened
@@ -94,7 +94,7 @@ class NativeTask(Task):
             for record in read_records(self.source, self.base, few_shot=few_shot, bad=bad):
                 try:
                     made.append(templates.document(record, len(made)))
-                except TookTooLong as error:
+                except LimitExceeded as error:
                     raise EvalError(f"{record.where}: {error}") from None
                 except EvalError as error:
                     bad[record.where] = str(error)

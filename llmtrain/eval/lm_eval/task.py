@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, TookTooLong, prefixed, time_limit
+from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, LimitExceeded, prefixed, time_limit
 from llmtrain.eval.lm_eval.settings import Settings, described, read_settings
 from llmtrain.eval.prompts.encode import Prompt, encode, shortened
 from llmtrain.eval.prompts.few_shot import check_pool
@@ -200,7 +200,7 @@ class LmEvalTask(Task):
                 Prompt(document, number, one[0], str(one[1]) if written else None)
                 for number, one in enumerate(arguments)
             ]
-        except TookTooLong as error:
+        except LimitExceeded as error:
             raise EvalError(f"task {self.name}: {document.where}: {error}") from None
         except Exception as error:  # also of a task's own code
             how.bad[document.index] = str(error) or type(error).__name__

@@ -8,7 +8,7 @@ becomes BOS, or EOS for tokenizers without BOS. A text that begins with BOS as w
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from llmtrain.eval.errors import EvalError, TookTooLong
+from llmtrain.eval.errors import EvalError, LimitExceeded
 from llmtrain.eval.prompts.chat import PLAIN, PromptStyle, Turn, question_turns
 from llmtrain.eval.prompts.encode import Encoding, GenerationLimits, Ids, Prompt
 from llmtrain.eval.prompts.few_shot import SEED, lm_eval_first, lm_eval_sample
@@ -59,7 +59,7 @@ class LmEvalWriter:
             try:
                 made = list(self._prompts(document, before))
             except EvalError as error:
-                if self._bad is None or isinstance(error, TookTooLong):
+                if self._bad is None or isinstance(error, LimitExceeded):
                     raise EvalError(f"{document.where}: {error}") from None
                 self._bad[document.index] = str(error)
                 continue

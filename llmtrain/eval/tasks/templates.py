@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
-from llmtrain.eval.errors import DOCUMENT_SECONDS, EvalError, TookTooLong, time_limit
+from llmtrain.eval.errors import DOCUMENT_CHARACTERS, DOCUMENT_SECONDS, EvalError, LimitExceeded, time_limit
 
 _ONE_EXPRESSION = re.compile(r"\{\{-?((?:(?!\{\{|\}\}).)*?)-?\}\}", re.DOTALL)
 _UNDEFINED = re.compile(r"'([^']*)' is undefined")
@@ -45,10 +45,33 @@ def _regex_findall(text: str, pattern: str) -> list[Any]:
     return re.findall(pattern, text)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _require_length(length: int) -> None:
+    if length > DOCUMENT_CHARACTERS:
+        raise LimitExceeded(
+            f"it would make {length:,} characters of one document, where {DOCUMENT_CHARACTERS:,} is the most"
+        )
+
+
+class _Bounded(SandboxedEnvironment):
+    """A sandbox in which no text or list is repeated beyond DOCUMENT_CHARACTERS: Python would allocate all of it first."""
+
+    intercepted_binops = frozenset({"*"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, str | list | tuple) and isinstance(times, int):
+                _require_length(len(value) * times)
+        return super().call_binop(context, operator, left, right)
+
+
+class _Own(_Bounded, ImmutableSandboxedEnvironment):
+    """A sandbox of our own tasks' templates."""
+
+
+def _environment() -> _Own:
     # A final newline belongs to the prompt, and a field that is not there must never become an empty text.
     # Not optimized: a constant such as 9**9**9 would be computed when the task is read.
-    made = ImmutableSandboxedEnvironment(
+    made = _Own(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_refuse_null, optimized=False
     )
     made.filters["regex_replace"] = _regex_replace
@@ -83,11 +106,13 @@ class Template:
                 value = self._evaluate(names)
                 if isinstance(value, GeneratorType):  # what filters such as `map` give
                     value = list(value)
+            if isinstance(value, str):
+                _require_length(len(value))
             if isinstance(value, Undefined):
                 str(value)  # raises with the name
             return value
-        except TookTooLong as error:
-            raise TookTooLong(f"{error}, in the template {_short(self.source)}") from None
+        except LimitExceeded as error:
+            raise LimitExceeded(f"{error}, in the template {_short(self.source)}") from None
         except Exception as error:  # a template may fail like any program: sort of TypeError, IndexError, ...
             raise EvalError(f"{self._reason(error, names)}, in the template {_short(self.source)}") from None
 
@@ -116,12 +141,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:76] + " ..."
 
 
-def _harness_environment() -> SandboxedEnvironment:
+def _harness_environment() -> _Bounded:
     """lm-evaluation-harness' environment, in the sandbox. lm_eval's own is plain: a template reaches Python's internals there, and
     so may do whatever a program may. As there, null is the text None, and lists may be changed."""
-    made = SandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, optimized=False
-    )
+    made = _Bounded(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, optimized=False)
     made.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(pattern, new, text, count=count)
     return made
 
@@ -138,4 +161,6 @@ def compiled(template: str) -> Any:
 def render(template: str, record: Mapping[str, Any]) -> str:
     """Text of a template for a record, as of `lm_eval.utils.apply_template`. Raises EvalError for one that takes too long."""
     with time_limit(DOCUMENT_SECONDS, "a template"):
-        return compiled(template).render(record)
+        text = compiled(template).render(record)
+    _require_length(len(text))
+    return text

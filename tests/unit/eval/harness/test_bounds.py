@@ -96,12 +96,24 @@ def test_a_regular_expression_of_an_own_task_ends(tmp_path, brief, record, setti
         made.metrics(documents, requests, [GeneratedText("a" * 40 + "!")])
 
 
-def test_the_first_document_that_takes_too_long_ends_an_own_task(tmp_path, brief):
-    (tmp_path / "x.jsonl").write_text('{"context": "q", "answer": "a"}\n' * 50)
-    content = {"name": "x", "type": "generation", "source": {"path": "x.jsonl", "fields": {"context": LOOP}}}
-    (tmp_path / "x.yaml").write_text(json.dumps(content | {"conventions": ["lm-eval"]}))
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LOOP, r"took longer than 0\.2 s"),
+        ("{{ 'x' * 9999999999 }}", "would make 9,999,999,999 characters"),
+        ("{{ [1, 2] * 9999999999 }}", "would make 19,999,999,998 characters"),
+        ("{{ 'x'.ljust(1000) }}", "would make 1,000 characters"),
+    ],
+)
+@pytest.mark.parametrize("place", ["fields", "query"])
+def test_the_first_document_beyond_a_limit_ends_an_own_task(tmp_path, brief, monkeypatch, template, reason, place):
+    monkeypatch.setattr(templates, "DOCUMENT_CHARACTERS", 999)
+    (tmp_path / "x.jsonl").write_text('{"query": "q", "choices": ["a", "b"], "gold": 0}\n' * 50)
+    source = {"path": "x.jsonl"} | ({"fields": {"query": template}} if place == "fields" else {})
+    content = {"name": "x", "type": "multiple_choice", "source": source, "conventions": ["lm-eval"]}
+    (tmp_path / "x.yaml").write_text(json.dumps(content | ({"query": template} if place == "query" else {})))
     began = time.monotonic()
-    with pytest.raises(EvalError, match=r"task x: .*x\.jsonl:1: .*took longer than 0\.2 s"):
+    with pytest.raises(EvalError, match=rf"task x: .*x\.jsonl:1: .*{reason}"):
         load_task(tmp_path / "x.yaml", "lm-eval").documents()
     assert time.monotonic() - began < 5
 
