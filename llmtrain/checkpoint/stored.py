@@ -119,8 +119,11 @@ class StoredCheckpoint(Checkpoint):
         return folder
 
     def delete(self) -> None:
-        """Delete the manifest first: from then on it is no checkpoint, whatever interrupts the rest; the mark of an upload last."""
-        for name in sorted(self.sizes, key=lambda name: (name != manifests.NAME, name == manifests.UNFINISHED)):
+        """Delete the manifest first: from then on it is no checkpoint, whatever interrupts the rest; the mark of an upload last.
+        Objects of others with names of this prefix stay."""
+        files = {manifests.NAME, *(self.manifest.files if self.manifest else ())}
+        own = [name for name in self.sizes if name in files or manifests.OWN_FILE.fullmatch(name)]
+        for name in sorted(own, key=lambda name: (name != manifests.NAME, name == manifests.UNFINISHED)):
             self.store.delete(self.prefix + name)
         self.store.abandon(self.prefix)
 

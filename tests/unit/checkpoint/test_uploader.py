@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from llmtrain.checkpoint import local
 from llmtrain.checkpoint.fetch import fetch_newest, refuse_used
@@ -103,6 +104,24 @@ def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_whole(root, bucket
             with pytest.raises(KeyboardInterrupt):
                 found.delete()
         assert list_stored(bucket)[0].partial
+
+
+def test_a_deletion_leaves_what_others_put_beside_a_checkpoint(root, bucket):
+    for step in (1, 2, 3):
+        upload(bucket, make_checkpoint(root, step))
+    notes = root.parent / "notes.txt"
+    notes.write_text("thesis")
+    for name in ("step-00000001/notes.txt", "step-00000001/hf/config.json"):
+        with notes.open("rb") as file:
+            bucket.put(name, file, 6, xxhash.xxh3_128(b"thesis").hexdigest(), lambda sent: None)
+    list_stored(bucket)[0].delete()
+    assert {name for name in bucket.sizes() if "00000001" in name} == {
+        "step-00000001/notes.txt",
+        "step-00000001/hf/config.json",
+    }
+    uploader, _ = started(bucket, root, Retention(last=1, every=None))
+    assert uploader.close()
+    assert steps(bucket) == [3] and "step-00000001/notes.txt" in bucket.sizes()
 
 
 def test_a_store_that_fails_is_reported_and_training_goes_on(s3: S3, prefix, root):
