@@ -154,7 +154,8 @@ def logits_apart(ours: HybridLM, peer: Any, tokens: Tensor) -> float:
 def our_gradients(family: Family, ours: HybridLM, names: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
     """Gradients of the mean next-token loss by published name, as spelt in `names`. tokens: [batch, T + 1]."""
     ours.zero_grad()
-    ours._loss_names, ours.losses = [], None  # without those that layers attach, which the class leaves out too
+    # Without the losses that layers attach, which the class leaves out too.
+    ours._loss_names, ours._counts, ours.losses = [], False, None
     CausalLM(ours).loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss.backward()
     found: dict[str, Tensor] = {}
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}

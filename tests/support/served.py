@@ -55,6 +55,12 @@ def make_server(model: CausalLM, own: TextTokenizer, **options: Any) -> Server:
     return Server(partial(Worker, engine), own, "tiny", template=template, **options)
 
 
+def engine_of(server: Server) -> Engine:
+    """That of a server of `make_server`."""
+    assert isinstance(server.worker, Worker)
+    return server.worker.engine
+
+
 def talk(server: Server, use: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
     """What `use` returns, called with a client of the server."""
 

@@ -13,7 +13,7 @@ from llmtrain.generate.options import Sampling
 from llmtrain.generate.text import complete
 from llmtrain.serve.answers import Piece, merged
 from llmtrain.serve.app import Limits
-from tests.support.served import make_server, served, talk, tiny_model, tokenizer
+from tests.support.served import engine_of, make_server, served, talk, tiny_model, tokenizer
 
 MODEL, OWN = tiny_model(), tokenizer()
 
@@ -219,7 +219,7 @@ def test_malformed_requests_get_a_sentence_and_leave_nothing_behind(caplog):
         assert status == code and message in answer["error"]["message"], (body, status, answer)
         assert answer["error"]["type"] == "invalid_request_error"
     assert after[0] == 200 and server.counts.refused == len(BAD) + 1
-    assert not server.worker.engine.busy and server.answering == 0 and not caplog.records
+    assert not engine_of(server).busy and server.answering == 0 and not caplog.records
 
 
 def test_a_key_is_asked_for():
@@ -267,7 +267,7 @@ def test_a_model_without_a_template_refuses_chats_alone():
 
 async def idle(server) -> None:
     for _ in range(5000):
-        if not server.worker.engine.busy and not server.answering:
+        if not engine_of(server).busy and not server.answering:
             return
         await asyncio.sleep(0.02)
     raise AssertionError("a slot was lost")
@@ -280,14 +280,14 @@ def test_a_client_that_goes_away_frees_its_row(stream):
 
     async def use(client):
         asked = asyncio.create_task(post(client, "completions", long))
-        while not server.worker.engine.live:
+        while not engine_of(server).live:
             await asyncio.sleep(0.01)
         asked.cancel()
         await idle(server)
         return await post(client, "completions", {"prompt": "a", "max_tokens": 2})
 
     assert talk(server, use)[0] == 200
-    assert server.counts.ended["cancelled"] == 1 and len(server.worker.engine.live) == 0
+    assert server.counts.ended["cancelled"] == 1 and len(engine_of(server).live) == 0
 
 
 def test_too_many_requests_are_refused_and_waiting_has_an_end():
@@ -297,7 +297,7 @@ def test_too_many_requests_are_refused_and_waiting_has_an_end():
 
     async def use(client):
         running = asyncio.create_task(post(client, "completions", long))
-        while not server.worker.engine.live:
+        while not engine_of(server).live:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(post(client, "completions", {"prompt": "a"}))
         while not server.worker.state.waiting:
