@@ -32,7 +32,7 @@ def test_a_fault_in_c_code_is_reported(tmp_path):
 def test_a_restart_in_place_reads_no_sources(tmp_path, monkeypatch, streams):
     """They may be many files, and were compared when the run began."""
     gone = [str(tmp_path / "gone.txt")]
-    what = {"streams": {"some": gone}} if streams else {"sources": gone}
+    what: dict[str, Any] = {"streams": {"some": gone}} if streams else {"sources": gone}
     prepare = PrepareConfig(out=str(tmp_path / "out"), vocab_size=300, seq_len=8, **what)
     config: Any = SimpleNamespace(data=SimpleNamespace(prepare=prepare))
     monkeypatch.setenv(LAUNCHER, "1")
