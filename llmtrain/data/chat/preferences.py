@@ -143,15 +143,16 @@ def texts_of(text: str) -> list[str]:
 def _rendering(settings: ChatSettings, of: Preference, answer: Text) -> Rendering:
     prompt, template = of.prompt, settings.template
     if isinstance(prompt, str) and isinstance(answer, str):
-        if (settings.plain or template is None) and of.system:
-            raise ChatFault(NO_SYSTEM)
         if settings.plain or template is None:
+            if of.system:
+                raise ChatFault(NO_SYSTEM)
             return Rendering(prompt + answer, [], [(prompt, prompt + answer)], False)
         prompt = [*of.system, {"role": "user", "content": prompt}]
         answer = [{"role": "assistant", "content": answer.strip()}]
     if template is None:
         raise ChatFault("holds messages, which need a chat template: name one with chat.template")
-    messages = for_template(template, [*prompt, *answer], of.tools)  # type: ignore[list-item]
+    assert isinstance(prompt, list) and isinstance(answer, list)
+    messages = for_template(template, [*prompt, *answer], of.tools)
     before, _ = template.render(messages[: len(prompt)], tools=of.tools, add_generation_prompt=True)
     whole, _ = template.render(messages, tools=of.tools)
     return Rendering(whole, [], [(before, whole)], True)

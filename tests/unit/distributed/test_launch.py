@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,7 +243,8 @@ class Stuck:
 
 
 def test_a_killed_process_that_does_not_end_is_named(capfd: pytest.CaptureFixture[str]):
-    _kill([stuck := Stuck()])  # type: ignore[list-item]
+    stuck: Any = Stuck()
+    _kill([stuck])
     assert stuck.waited == 2
     assert capfd.readouterr().err.startswith("process 12 was killed and does not end: a device or a file system")
 

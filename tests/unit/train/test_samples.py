@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources.made_up import questions, records_file
-from llmtrain.data.tokenize.tokenizer import load_tokenizer
+from llmtrain.data.tokenize.tokenizer import TextTokenizer, load_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import LossConfig
@@ -46,19 +47,22 @@ def test_questions_are_conversations_up_to_their_last_answer(config, tokenizer):
     assert all(len(one.ids) <= 20 for one in held_out_questions(config.data, 99, tokenizer, 20))
 
 
+def prepared(
+    folder: Path, records: list[dict[str, Any]], seq_len: int, held_out: float
+) -> tuple[DataConfig, TextTokenizer]:
+    """Data of these records, and their tokenizer. held_out: the share for validation."""
+    source, out = folder / "records.jsonl", folder / "out"
+    source.write_text("".join(json.dumps(one) + "\n" for one in records))
+    values = {"sources": [str(source)], "out": str(out), "vocab_size": 290, "seq_len": seq_len, "workers": 1}
+    section = PrepareConfig.model_validate(values | {"validation_fraction": held_out})
+    prepare(section, progress=False)
+    return DataConfig(seq_len=seq_len, prepare=section, mask_documents=True), load_tokenizer(f"{out}/tokenizer")
+
+
 def test_questions_are_drawn_from_all_lengths(tmp_path):
     """Best-fit packing puts conversations of like length into the same samples: the first samples alone would hold one kind."""
-    source = tmp_path / "records.jsonl"
     asked = [f"Repeat {'ab ' * size}{n}" for n in range(60) for size in (1, 4, 9, 16)]
-    made = [{"prompt": one, "completion": "Yes."} for one in asked]
-    source.write_text("".join(json.dumps(one) + "\n" for one in made))
-    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 512, "workers": 1}
-    section = PrepareConfig.model_validate(values | {"validation_fraction": 0.8})
-    prepare(section, progress=False)
-    data, tokenizer = (
-        DataConfig(seq_len=512, prepare=section, mask_documents=True),
-        load_tokenizer(f"{tmp_path}/out/tokenizer"),
-    )
+    data, tokenizer = prepared(tmp_path, [{"prompt": one, "completion": "Yes."} for one in asked], 512, 0.8)
     found = held_out_questions(data, 24, tokenizer, 60)
     sizes = [tokenizer.decode(one.ids).count("ab") for one in found]
     assert len(found) == 24 and set(sizes) == {1, 4, 9, 16}
@@ -67,20 +71,13 @@ def test_questions_are_drawn_from_all_lengths(tmp_path):
 
 @pytest.mark.parametrize("kto", [False, True])
 def test_questions_of_preferences_are_answered_as_chosen(tmp_path, kto):
-    source, asked = tmp_path / "records.jsonl", [(f"{n} + {n} =", f" {2 * n}.") for n in range(1, 40)]
+    asked = [(f"{n} + {n} =", f" {2 * n}.") for n in range(1, 40)]
     made = [{"prompt": one, "chosen": right, "rejected": " who knows?"} for one, right in asked]
     if kto:
         answers = [(right, True) for _, right in asked[::2]] + [(" who knows?", False)] * len(asked[1::2])
         prompts = [one for one, _ in asked[::2] + asked[1::2]]
         made = [{"prompt": p, "completion": c, "label": y} for p, (c, y) in zip(prompts, answers, strict=True)]
-    source.write_text("".join(json.dumps(one) + "\n" for one in made))
-    values = {"sources": [str(source)], "out": str(tmp_path / "out"), "vocab_size": 290, "seq_len": 64, "workers": 1}
-    section = PrepareConfig.model_validate(values | {"validation_fraction": 0.5})
-    prepare(section, progress=False)
-    data, tokenizer = (
-        DataConfig(seq_len=64, prepare=section, mask_documents=True),
-        load_tokenizer(f"{tmp_path}/out/tokenizer"),
-    )
+    data, tokenizer = prepared(tmp_path, made, 64, 0.5)
     found = list(held_out_questions(data, 99, tokenizer, 60, of_pairs=True))
     texts = {(tokenizer.decode(one.ids), tokenizer.decode(one.answer or [])) for one in found}
     assert len(found) >= 5 and texts <= set(asked)
