@@ -41,6 +41,10 @@ class JSONLLogger(StepLogger):
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         line = json.dumps({"step": step, **metrics}).encode() + b"\n"
+        if self.path.exists() and not self.path.stat().st_size:
+            run_log.warning(
+                f"WARNING: {self.path} was empty: what was logged before step {step:,} is gone, from the picture too"
+            )
         with self.path.open("a+b") as file:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)

@@ -173,6 +173,15 @@ def test_one_step_is_too_few_to_tell(clock):
     assert run_steps(Throughput(TokenCost(6e9, 5e9, 7e9, peak=Peak(None, ""))), clock, [(1.0, 10)]) == {}
 
 
+def test_an_emptied_metrics_file_is_named(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    log(JSONLLogger(path, interval=1), 4, loss=1.0)
+    assert not caplog.records
+    path.write_text("")
+    log(JSONLLogger(path, interval=1), 5, loss=1.0)
+    assert "metrics.jsonl was empty: what was logged before step 5 is gone" in caplog.text
+
+
 def log(logger: JSONLLogger, step: int, **metrics: float) -> None:
     logger.init(state(), SimpleNamespace())  # type: ignore[arg-type]
     for name, value in metrics.items():  # in pieces, as Composer does
